@@ -123,8 +123,8 @@ def parser() -> OneLineParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print all problems of the settings, and what the run would need and take, without the "
-        "settings themselves (--print); works without data",
+        help="print all problems of the settings, and what the run would need and take; works "
+        "without data (--print shows the settings)",
     )
     parser.add_argument("--json", action="store_true", help="with --dry-run: print one JSON object")
     parser.add_argument(

@@ -157,7 +157,7 @@ def load_config(
             composed.balance = defaults.balance
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([hydra_problem(error)]) from None
+        raise ConfigError([_hydra_problem(error)]) from None
     except ConfigError:
         raise
     except ValueError as error:  # A section's, about its own values.
@@ -233,7 +233,7 @@ def _sections_of(section: Any, name: str = "") -> dict[str, Any]:
     return found
 
 
-def hydra_problem(error: Exception) -> str:
+def _hydra_problem(error: Exception) -> str:
     """Return in one line what a setting must be, for an error of Hydra or OmegaConf."""
     said = str(error)
     if found := re.match(r"Could not override '(\S+)'\.(?: No match in the defaults list)?", said):

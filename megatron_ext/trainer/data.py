@@ -20,7 +20,7 @@ def open_data(config: TrainConfig) -> Manifest:
         ModuleNotFoundError: `data.tokenizer` needs a library that is not installed.
     """
     data = config.data
-    prefixes = _prefixes(data)
+    prefixes = prefixes_of(data)
     if not prefixes:
         if data.tokenizer:
             raise ValueError(
@@ -48,11 +48,11 @@ def open_data(config: TrainConfig) -> Manifest:
 
 def data_weights(data: DataConfig, manifest: Manifest) -> Mapping[str, float]:
     """Return the shares of domains that the settings give, by domain; empty if they give none."""
-    weights = [weight for _, weight in _prefixes(data) if weight is not None]
+    weights = [weight for _, weight in prefixes_of(data) if weight is not None]
     return dict(zip(manifest.domains, weights, strict=True)) if weights else data.weights
 
 
-def _prefixes(data: DataConfig) -> list[tuple[str, float | None]]:
+def prefixes_of(data: DataConfig) -> list[tuple[str, float | None]]:
     """Return the prefixes and weights in `data.path`; nothing if it is no path of such files."""
     path, words = Path(data.path), data.path.split()
     if path.suffix in (".bin", ".idx") and path.is_file():

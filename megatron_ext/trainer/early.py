@@ -14,6 +14,7 @@ from megatron_ext.files.yaml_files import read_yaml
 from megatron_ext.telemetry.step_lines import read_lines
 from megatron_ext.trainer.checkpoints.choice import lost_steps
 from megatron_ext.trainer.config import TrainConfig
+from megatron_ext.trainer.data import prefixes_of
 
 
 def check_early(config: TrainConfig) -> None:
@@ -45,7 +46,8 @@ def early_problems(config: TrainConfig, *, needs_data: bool = True) -> list[str]
         problems += run_dir_problems(config, begins=needs_data)
     if needs_data and isinstance(config.data.path, str):
         try:
-            Manifest.load(config.data.path)
+            if not prefixes_of(config.data):  # What these hold, Megatron reads.
+                Manifest.load(config.data.path)
         except (FileNotFoundError, ValueError) as error:
             near = near_path(config.data.path) if isinstance(error, FileNotFoundError) else ""
             problems.append(f"data.path ({config.data.path}): {' '.join(str(error).split())}{near}")

@@ -153,7 +153,7 @@ def test_public_names_complete():
     [
         ("megatron-ext train", "hydra", ["steps=1"]),
         ("megatron-ext train", "omegaconf", ["--dry-run"]),
-        ("megatron-ext submit", "psutil", ["steps=1"]),
+        ("megatron-ext submit", "hydra", ["steps=1"]),
         ("megatron-ext plan", "omegaconf", ["recipes/traces"]),
         ("megatron-ext report", "prettytable", ["recipes"]),
         ("megatron-ext checkpoint show", "xxhash", ["recipes"]),

@@ -14,8 +14,8 @@ import torch
 
 from megatron_ext.config import ConfigError
 from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.logs.run_log import read_metrics
-from megatron_ext.trainer.train import load_config
 from megatron_ext.trainer.validate import validate
 from tests.ranks import run_ranks
 from tests.trainer.dataset import overrides

@@ -82,7 +82,9 @@ def finished_step(config: TrainConfig) -> int | None:
         ValueError: See `find_checkpoint`.
     """
     checkpoint = find_checkpoint(config, {})
-    step = 0 if checkpoint is None else int(read_run(checkpoint)["step"])
+    if checkpoint is None or not (checkpoint / RUN_FILE).exists():
+        return None
+    step = int(read_run(checkpoint)["step"])
     return step if step >= config.steps else None
 
 

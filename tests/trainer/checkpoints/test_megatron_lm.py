@@ -30,9 +30,9 @@ from checkpoints_tools import read_contents, verify
 from checkpoints_tools.pickles import read_table
 from megatron_ext.config import ConfigError
 from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.logs.run_log import read_metrics
 from megatron_ext.trainer.ranks.launch import NO_RESTART
-from megatron_ext.trainer.train import load_config
 from megatron_ext.trainer.validate import validate
 from tests.docs.test_readme import ROOT, commands
 from tests.ranks import run_ranks

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.trainer.train import load_config
+from megatron_ext.trainer.compose import load_config
 from tests.copies import ROOT
 from tests.ranks import run_ranks
 from tests.trainer.test_run import _losses, _train
