@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from checkpoints_tools.contents import is_of_optimizer, read_metadata
-from checkpoints_tools.folder import newest_of, stored_bytes
-from checkpoints_tools.pickles import read_object
+from checkpoints_tools.contents import is_of_optimizer
+from checkpoints_tools.folder import newest_of
 from checkpoints_tools.relayout import PARTS
+from checkpoints_tools.tensors import Tensors
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ def compare(path: str | Path, other: str | Path) -> Comparison:
     """
     import torch
 
-    one, two = (_Tensors(newest_of(Path(each))) for each in (path, other))
+    one, two = (Tensors(newest_of(Path(each))) for each in (path, other))
     differences = [f"{key} is only in {one.folder}" for key in one.keys - two.keys]
     differences += [f"{key} is only in {two.folder}" for key in two.keys - one.keys]
     orders = dict(_orders(one, two))
@@ -67,44 +67,7 @@ def compare(path: str | Path, other: str | Path) -> Comparison:
     )
 
 
-class _Tensors:
-    """The tensors of a checkpoint, read one by one."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        metadata = read_metadata(folder)
-        entries = metadata.state_dict_metadata.items()
-        self._entries = {key: entry for key, entry in entries if hasattr(entry, "chunks")}
-        self._pieces: dict[str, list[tuple[Any, Any]]] = {}
-        for index, stored in metadata.storage_data.items():
-            self._pieces.setdefault(index.fqn, []).append((index, stored))
-        self.keys = set(self._entries)
-
-    def shape(self, key: str) -> list[int]:
-        return list(self._entries[key].size)
-
-    def dtype(self, key: str) -> str:
-        return str(self._entries[key].properties.dtype).removeprefix("torch.")
-
-    def read(self, key: str) -> torch.Tensor:
-        """Return the whole tensor."""
-        import torch
-
-        entry = self._entries[key]
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-        missing = whole.numel()
-        for index, stored in self._pieces.get(key, ()):
-            piece = read_object(stored_bytes(self.folder, stored))
-            offset = index.offset or (0,) * piece.dim()
-            places = zip(offset, piece.shape, strict=True)
-            whole[tuple(slice(start, start + size) for start, size in places)] = piece
-            missing -= piece.numel()
-        if missing:
-            raise ValueError(f"{self.folder}: {key} is not stored whole")
-        return whole
-
-
-def _orders(one: _Tensors, two: _Tensors) -> Iterator[tuple[int, list[int]]]:
+def _orders(one: Tensors, two: Tensors) -> Iterator[tuple[int, list[int]]]:
     """Yield for each layer with a router, counted from 1: which expert became expert 0, 1, ...
 
     Layers whose routers are not the same rows in some order are left out.
@@ -126,7 +89,7 @@ def _orders(one: _Tensors, two: _Tensors) -> Iterator[tuple[int, list[int]]]:
                 yield number, order
 
 
-def _reordered(tensors: _Tensors, key: str, orders: Mapping[int, list[int]]) -> torch.Tensor:
+def _reordered(tensors: Tensors, key: str, orders: Mapping[int, list[int]]) -> torch.Tensor:
     """Return a tensor of the first checkpoint with its experts in the order of the other one."""
     match = PARTS.fullmatch(key)
     value = tensors.read(key)
