@@ -16,10 +16,14 @@ from torch import Tensor
 
 from checkpoints_tools.folder import sync
 
+_CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-SHARD_BYTES = 2 << 30
+SHARD_BYTES = 1 << 30
 """Most bytes of tensors in a file that is written; until it is, they are in memory."""
+
+_SCALE = "_scale_inv"
+"""Ends the name of the scales of a tensor in FP8, behind that tensor's own name."""
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json")
 
@@ -30,7 +34,7 @@ class HubTensors(Mapping[str, Tensor]):
     Used as a context: it keeps one file open. All files are looked at when it is made.
 
     Attributes:
-        names: Of all its tensors.
+        names: Of all its tensors, without the scales of those in FP8.
         precision: That of a run which trains them, as in `ModelConfig`: `fp32` or `bf16`.
 
     Raises:
@@ -53,7 +57,11 @@ class HubTensors(Mapping[str, Tensor]):
         for name, file in files.items():
             if self._file_of.get(name) != file:
                 raise ValueError(f"{folder / file} lacks the tensor {name} that {_INDEX} names")
-        self.names = set(self._file_of)
+        self.names = {
+            name
+            for name in self._file_of
+            if name.removesuffix(_SCALE) == name or name.removesuffix(_SCALE) not in self._file_of
+        }
         self.precision = "fp32" if dtypes.most_common(1) == [("F32", dtypes["F32"])] else "bf16"
 
     def __getitem__(self, name: str) -> Tensor:
@@ -94,6 +102,7 @@ class HubWriter:
         self._part_bytes = 0
         self._parts: list[list[str]] = []
         self._total_bytes = 0
+        self._dtypes = Counter[str]()
         others = [path for path in like.iterdir() if path.is_file()]
         for path in others:
             if not path.name.startswith(".") and not any(map(path.match, _WEIGHTS)):
@@ -104,12 +113,14 @@ class HubWriter:
         if self._part and self._part_bytes + tensor.nbytes > SHARD_BYTES:
             self._write()
         self._part[name] = tensor.contiguous()
+        self._dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
         self._part_bytes += tensor.nbytes
         return tensor.nbytes
 
     def finish(self) -> None:
         """Write what is left, and the index, and have it all on the disk."""
         self._write()
+        self._say_dtype()
         count = len(self._parts)
         files = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
         files = files if count > 1 else [_SINGLE]
@@ -127,6 +138,16 @@ class HubWriter:
             (self._folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
         for path in (*self._folder.iterdir(), self._folder):
             sync(path)
+
+    def _say_dtype(self) -> None:
+        """Let the configuration say how the tensors are written: in one dtype, never in FP8."""
+        path = self._folder / _CONFIG
+        config = json.loads(path.read_text())
+        (dtype, _), *_ = self._dtypes.most_common(1)
+        name = "torch_dtype" if "torch_dtype" in config else "dtype"
+        said = {key: value for key, value in config.items() if key != "quantization_config"}
+        if (said := said | {name: dtype}) != config:
+            path.write_text(json.dumps(said, indent=2) + "\n")
 
     def _write(self) -> None:
         save_file(self._part, self._unfinished(len(self._parts)), {"format": "pt"})

@@ -87,6 +87,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "deepseek_v3_mtp": lambda: transformers.DeepseekV3Config(
         **_DEEPSEEK, num_nextn_predict_layers=1
     ),
+    "deepseek_v3_fp8": lambda: transformers.DeepseekV3Config(
+        **_DEEPSEEK, num_nextn_predict_layers=0, dtype=torch.bfloat16
+    ),
     "kimi_k2": lambda: transformers.DeepseekV3Config(**_DEEPSEEK, num_nextn_predict_layers=0),
     "glm4_moe": lambda: transformers.Glm4MoeConfig(
         **_COMMON,
@@ -281,7 +284,7 @@ def _make(name: str, here: Path) -> None:
     """Write a model with random weights, a tokenizer, and the model's logits."""
     torch.manual_seed(1)
     hub, config = here / "hub", CONFIGS[name]()
-    dtype = torch.bfloat16 if name.endswith("bf16") else torch.float32
+    dtype = torch.bfloat16 if name.endswith(("bf16", "fp8")) else torch.float32
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():  # Norms are ones at first, and biases zeros: an error would not show.
         for weight, value in [*model.named_parameters(), *model.named_buffers()]:
@@ -298,12 +301,27 @@ def _make(name: str, here: Path) -> None:
         torch.save((tokens, model(tokens).logits.float()), here / "logits.pt")
     if name == "kimi_k2":
         _change(hub / "config.json", model_type="kimi_k2")
+    if name == "deepseek_v3_fp8":
+        quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        _change(hub / "config.json", quantization_config=quantization)
+        _quantize(hub / "model.safetensors")
     if name == "deepseek_v3_mtp":
         _add_prediction(hub / "model.safetensors")
 
 
 def _change(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def _quantize(path: Path) -> None:
+    """Put the matrices of layers into FP8, with a scale for each block of 128 x 128."""
+    tensors = load_file(path)
+    for name in [name for name in tensors if "proj" in name]:
+        rows, columns = (-(-size // 128) for size in tensors[name].shape)
+        scales = torch.rand(rows, columns) / 16
+        tensors[name] = (8 * tensors[name]).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales
+    save_file(tensors, path, {"format": "pt"})
 
 
 def _add_prediction(path: Path) -> None:

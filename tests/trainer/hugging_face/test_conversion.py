@@ -79,6 +79,26 @@ def test_a_round_trip_changes_no_bit(family: str, converted: Path) -> None:
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= files
 
 
+def test_weights_in_fp8_become_bf16(converted: Path) -> None:
+    here = converted / "deepseek_v3_fp8"
+    _, exported = json.loads((converted / "said.json").read_text())["deepseek_v3_fp8"]
+    assert (exported["status"], exported["stderr"]) == (0, "")
+    there, back = (_tensors(here / each) for each in ("hub", "exported"))
+    assert back.keys() == {name for name in there if not name.endswith("_scale_inv")}
+    quantized = [name for name in there if there[name].dtype == torch.float8_e4m3fn]
+    assert len(quantized) > 50
+    for name, tensor in back.items():
+        expected = there[name]
+        if name in quantized:
+            scales = there[f"{name}_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+            rows, columns = expected.shape
+            expected = (expected.float() * scales[:rows, :columns]).bfloat16()
+        assert torch.equal(tensor, expected), name
+    config = json.loads((here / "exported" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert "quantization_config" not in config
+
+
 def test_a_model_that_the_trainer_cannot_make_is_refused(converted: Path) -> None:
     (imported,) = json.loads((converted / "said.json").read_text())["gpt_oss"]
     assert imported["status"] == 2
