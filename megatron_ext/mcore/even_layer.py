@@ -29,6 +29,7 @@ class EvenMoELayer(ObservedMoELayer):
 
     def __init__(self, config: Any, *args: Any, balance: BalanceConfig, **kwargs: Any) -> None:
         require_valid(config, balance)
+        self.balance = balance
         super().__init__(config, *args, **kwargs)
 
     def preprocess_behind_graph(

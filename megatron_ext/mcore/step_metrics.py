@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
-from megatron_ext.files.run_dir import LAYERS_FILE, METRICS_FILE
+from megatron_ext.files.json_files import json_text
+from megatron_ext.files.run_dir import CONFIG_FILE, LAYERS_FILE, METRICS_FILE
+from megatron_ext.files.whole import write_whole
 from megatron_ext.mcore import process_hooks
 from megatron_ext.mcore.graph_limits import hold_whole_steps
 from megatron_ext.telemetry.gather import Place, gather_step
@@ -59,7 +62,7 @@ class StepMetrics:
         self._recorder = LoadRecorder((), group)
         self._last_layer = 0
         self._place: Place | None = None
-        self._run_dir = None if run_dir is None else _RunDir(Path(run_dir))
+        self._run_dir = None if run_dir is None else _RunDir(Path(run_dir), layers)
         for layer in layers:
             self.watch(layer)
 
@@ -127,8 +130,10 @@ class _RunDir:
     A folder that cannot be written is warned of once, as no file may stop a training.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, layers: Sequence[MoELayer]) -> None:
         self._folder = folder
+        balances = [layer.balance for layer in layers if hasattr(layer, "balance")]
+        self._balance = asdict(balances[0]) if balances else {"strategy": "none"}
         self._files: tuple[StepLines, StepLines] | None = None
         self._is_open = False
         self._step = 0
@@ -165,6 +170,9 @@ class _RunDir:
         self._is_open = True
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            # JSON is YAML, too.
+            settings = json_text({"balance": self._balance}, indent=2)
+            write_whole(self._folder / CONFIG_FILE, [settings, "\n"])
             if step is None:
                 lines = read_lines(self._folder / METRICS_FILE)
                 self._step = max((line["step"] for line in lines), default=0)

@@ -119,13 +119,16 @@ def test_a_model_that_is_no_list_and_a_tier_that_is_none_are_refused() -> None:
         megatron_ext.StepMetrics(()).take(tier="all")
 
 
-def _write_run(rank: int, folder: Path, numbers: list[int | None]) -> list[str]:
+def _write_run(
+    rank: int, folder: Path, numbers: list[int | None], strategy: str = "none"
+) -> list[str]:
     """Train a step for each number, and write it; returns what the logger says."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megatron_ext").addHandler(handler)
-    gpt = build_gpt(ep=2, num_layers=LAYERS, experts=EXPERTS)
+    balanced = partial(megatron_ext.balance_spec, balance=BalanceConfig(strategy=strategy))
+    gpt = build_gpt(ep=2, num_layers=LAYERS, experts=EXPERTS, spec_transform=balanced)
     steps = megatron_ext.StepMetrics(gpt.chunks, run_dir=folder)
     steps.take(loss=0.0)  # Nothing was trained.
     for number in numbers:
@@ -152,6 +155,15 @@ def test_a_loop_of_ones_own_writes_a_run_directory(tmp_path: Path) -> None:
     run_ranks(_write_run, 2, tmp_path, [3, 4])
     (run,) = read_runs([tmp_path]).values()
     assert [step["step"] for step in run.metrics] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("strategy", ["none", "quota", "ideal"])
+def test_a_run_directory_names_its_strategy(strategy: str, tmp_path: Path) -> None:
+    run_ranks(_write_run, 2, tmp_path, [None], strategy)
+    (run,) = read_runs([tmp_path]).values()
+    assert run.strategy == strategy
+    if strategy == "quota":
+        assert run.settings["balance.slots"] == str(BalanceConfig().slots)
 
 
 def test_a_run_directory_that_cannot_be_written_is_warned_of(tmp_path: Path) -> None:
