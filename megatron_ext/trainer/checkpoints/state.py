@@ -12,8 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+)
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -79,19 +83,38 @@ def load_state(
     keep their seeds. `read` fills a sharded state from the checkpoint's files.
     """
     # Skipped steps are not the optimizer's; a checkpoint without this number has none of them.
-    with adam_can_load(optimizer, run.get("optimizer_steps", run["step"])):
+    steps = run.get("optimizer_steps", run["step"])
+    with adam_can_load(optimizer, steps):
         wanted, optimizer_settings = sharded_state(chunks, optimizer, is_loading=True)
         if run["num_ranks"] != dist.get_world_size():
             del wanted["generators"]
         state = read(wanted)
         for index, chunk in enumerate(chunks):
             chunk.module.load_state_dict(state[model_key(index, chunks)])
-        optimizer.load_state_dict(merge(optimizer_settings, state["optimizer"]))
+        loaded = merge(optimizer_settings, state["optimizer"])
+        loaded = dict_list_map_inplace(_unwrapped, loaded)
+        _give_steps(loaded, steps)
+        optimizer.load_state_dict(loaded)
     if "generators" in state:
         generators = state["generators"]
         torch.set_rng_state(generators["cpu"])
         torch.cuda.set_rng_state(generators["device"])
         get_cuda_rng_tracker().set_states(generators["tracker"])
+
+
+def _unwrapped(value: Any) -> Any:
+    """Megatron marks what a rank keeps to itself; Megatron's own loading takes the mark off."""
+    return value.unwrap() if isinstance(value, LocalNonpersistentObject) else value
+
+
+def _give_steps(state: dict[Any, Any], steps: int) -> None:
+    """Put the steps where Megatron left out a zero: in states that are not spread over ranks."""
+    if {"state", "param_groups"} <= state.keys():
+        state["state"].setdefault("common_step", torch.tensor(float(steps)))
+        return
+    for part in state.values():
+        if isinstance(part, dict):
+            _give_steps(part, steps)
 
 
 _NORM_NAMES = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")

@@ -396,16 +396,27 @@ def _train_saving_first(rank: int, arguments: list[str]) -> None:
         Training.train_step = train_step
 
 
-def test_a_checkpoint_before_the_first_step(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("distributed", "precision"), [("true", "fp32"), ("false", "fp32"), ("false", "bf16")]
+)
+def test_a_checkpoint_before_the_first_step(
+    distributed: str, precision: str, data: Path, tmp_path: Path
+) -> None:
     undisturbed, saving, later = (tmp_path / name for name in ("undisturbed", "saving", "later"))
-    run_ranks(_train, 2, [*overrides(data, undisturbed), "steps=3"])
-    run_ranks(_train_saving_first, 2, [*overrides(data, saving), "steps=3"])
+    settings = ["steps=3", "checkpoint.every=2", f"model.precision={precision}"]
+    settings.append(f"parallel.distributed_optimizer={distributed}")
+    run_ranks(_train, 2, [*overrides(data, undisturbed), *settings])
+    run_ranks(_train_saving_first, 2, [*overrides(data, saving), *settings])
     assert _losses(saving) == _losses(undisturbed)
     first = Path("checkpoints") / "step_00000000"
     assert verify(saving / first).problems == []
     shutil.copytree(saving / first, later / first)
-    run_ranks(_train, 2, [*overrides(data, later), "steps=3"])
+    run_ranks(_train, 2, [*overrides(data, later), *settings])
     assert _losses(later) == _losses(undisturbed)
+    from_step_2 = [*overrides(data, tmp_path / "last"), *settings]
+    load = f"checkpoint.load={later / 'checkpoints' / 'step_00000002'}"
+    run_ranks(_train, 2, [*from_step_2, load])
+    assert read_metrics(tmp_path / "last")[-1]["loss"] == _losses(undisturbed)[-1]
 
 
 def _assert_equal_tensors(first: Path, second: Path) -> None:
