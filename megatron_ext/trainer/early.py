@@ -9,6 +9,7 @@ from megatron_ext.balance.strategies import unknown_strategy
 from megatron_ext.config import ConfigError
 from megatron_ext.data.manifest import Manifest
 from megatron_ext.files.arrays import check_free
+from megatron_ext.files.locks import FolderInUseError, held
 from megatron_ext.files.run_dir import CONFIG_FILE, LAYERS_FILE, METRICS_FILE
 from megatron_ext.files.yaml_files import read_yaml
 from megatron_ext.telemetry.step_lines import read_lines
@@ -67,7 +68,10 @@ def run_dir_problems(config: TrainConfig, *, begins: bool) -> list[str]:
         earlier = run_dir / CONFIG_FILE
         recipe = read_yaml(earlier).get("recipe") if earlier.is_file() else None
         lost = lost_steps(config) if begins and not config.overwrite else 0
-    except (OSError, ValueError) as error:
+        if lost:
+            with held(run_dir):  # A run that is there now loses nothing.
+                pass
+    except (FolderInUseError, OSError, ValueError) as error:
         return [f"run_dir ({config.run_dir}): {' '.join(str(error).split())}"]
     if recipe and config.recipe and recipe != config.recipe:
         return [

@@ -137,6 +137,7 @@ class Campaign:
             *overrides(self.data, run_dir),
             f"steps={STEPS_PER_STRIKE * self.kills}",
             *("checkpoint.every=4", "eval_every=6", "eval_steps=1", "logging.trace_steps=5"),
+            "overwrite=true",  # Before the first checkpoint a struck run can only begin anew.
             *self.shape.settings,
         ]
         return Attempt(run_dir, settings, self.folder / f"{name}_output", most_bytes=most_bytes)

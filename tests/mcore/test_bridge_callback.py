@@ -55,7 +55,6 @@ def _train(rank: int, run_dir: Path) -> Any:
     return board and (board.steps, board.scalars)
 
 
-@pytest.mark.option("bridge")
 def test_steps_go_to_the_run_directory_and_to_bridges_boards(tmp_path: Path) -> None:
     _, (steps, scalars) = run_ranks(_train, 2, tmp_path / "run")
     lines = list(read_lines(tmp_path / "run" / "metrics.jsonl"))

@@ -135,7 +135,7 @@ def fit_to_saved(wanted: dict[str, Any], saved: Collection[str]) -> dict[str, An
     for chunk, parts in wanted.items():
         if not chunk.startswith("model"):
             continue
-        for name in [each for each in parts if each.endswith("._extra_state")]:
+        for name in [each for each in parts if each.endswith("_extra_state")]:
             if parts[name].unique_key not in saved:
                 own.setdefault(chunk, {})[name] = parts.pop(name).data
     return own

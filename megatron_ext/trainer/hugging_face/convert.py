@@ -12,9 +12,10 @@ from typing import IO, Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -100,6 +101,7 @@ def importing(source: Path, out: Path) -> Iterator[Conversion]:
             with _CheckpointFile(checkpoint) as file:
                 for task in tasks:
                     on_bytes(file.add(model.pieces(task.param_name, model.imported(task, tensors))))
+                file.add_objects(model.objects)
                 file.finish()
             text = recipe_text(
                 model.settings,
@@ -209,6 +211,7 @@ class _CheckpointFile:
         self._folder = folder
         self._hasher = Hasher()
         self._tensors: dict[str, TensorStorageMetadata] = {}
+        self._objects: dict[str, BytesStorageMetadata] = {}
         self._places: dict[MetadataIndex, _StorageInfo] = {}
 
     def __enter__(self) -> _CheckpointFile:
@@ -230,14 +233,22 @@ class _CheckpointFile:
                 ),
             )
             whole.chunks.append(ChunkStorageMetadata(offset, sizes))
-            begin = self._file.tell()
             # A view would be saved with all that it is a view of.
-            torch.save(piece.data.reshape(sizes).clone(), cast("IO[bytes]", self))
-            self._places[MetadataIndex(piece.key, offset)] = _StorageInfo(
-                _DATA_FILE, begin, self._file.tell() - begin
-            )
+            values = piece.data.reshape(sizes).clone()
+            self._places[MetadataIndex(piece.key, offset)] = self._saved(values)
             num_bytes += piece.data.nbytes
         return num_bytes
+
+    def add_objects(self, objects: Iterable[ShardedObject]) -> None:
+        """Write what is no tensor: as Megatron does, in a list of its own."""
+        for each in objects:
+            self._objects[each.unique_key] = BytesStorageMetadata()
+            self._places[MetadataIndex(each.unique_key)] = self._saved([each.data])
+
+    def _saved(self, value: Any) -> _StorageInfo:
+        begin = self._file.tell()
+        torch.save(value, cast("IO[bytes]", self))
+        return _StorageInfo(_DATA_FILE, begin, self._file.tell() - begin)
 
     def write(self, data: memoryview | bytes) -> int:
         """Take what `torch.save` writes."""
@@ -250,7 +261,7 @@ class _CheckpointFile:
     def finish(self) -> None:
         """Write everything else of a checkpoint of step 0, and have it all on the disk."""
         self._file.close()
-        table = Metadata(dict(self._tensors), storage_data=self._places)
+        table = Metadata({**self._tensors, **self._objects}, storage_data=self._places)
         (self._folder / TABLE_FILE).write_bytes(pickle.dumps(table))
         torch.save({"iteration": 0}, self._folder / COMMON_FILE)
         save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))

@@ -33,17 +33,22 @@ from megatron_ext.trainer.model.meta_model import OnMeta
 
 
 class HubModel:
-    """A Hugging Face model as the trainer builds it on one rank, without values."""
+    """A Hugging Face model as the trainer builds it on one rank, without values.
+
+    Attributes:
+        settings: The sections `model` and `megatron` of a run that trains it.
+        objects: What Megatron saves beside tensors: states of quantization, which are None.
+    """
 
     def __init__(self, source: Path, bridge: Any, settings: dict[str, Any], chunk: Any) -> None:
         self.settings = settings
         self._source = source
         self._bridge = bridge
         self._model = unwrap_model(chunk)
+        state = model_state([chunk], dict(METADATA))["model"]
+        self.objects = [entry for entry in state.values() if isinstance(entry, ShardedObject)]
         self._entries = {
-            name: entry
-            for name, entry in model_state([chunk], METADATA)["model"].items()
-            if not isinstance(entry, ShardedObject)
+            name: entry for name, entry in state.items() if not isinstance(entry, ShardedObject)
         }
 
     def tasks(self, names: Collection[str]) -> list[Any]:

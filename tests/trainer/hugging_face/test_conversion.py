@@ -160,7 +160,8 @@ def _settings(family: Path, num_ranks: int) -> list[str]:
         "data.sequence_length=64",
         "data.micro_batch_size=2",
         "data.global_batch_size=8",
-        "model.experts=sequential",
+        # The recipe's, and the others.
+        f"model.experts={'sequential' if num_ranks == 1 else 'grouped_mm'}",
     ]
 
 
