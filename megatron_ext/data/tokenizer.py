@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 
 # Tokens that end a document in published tokenizers, most specific first. A tokenizer.json does not
 # say which of its tokens does: the first one found is taken and reported; `--eod` names another.
-COMMON_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>")
+COMMON_EOD_TOKENS = (
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>"),
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's, with wide bars and low lines.
+)
 
 
 class Tokenizer(Protocol):

@@ -87,8 +87,6 @@ def launch_ranks(
         SystemExit: With status 1 if a rank failed, with 2 if it was because of a setting (the rank
             has printed why), and with 128 + the signal's number if a signal ended the ranks.
     """
-    # Else torch's profiler writes to every rank's stderr that it begins and ends.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     call = partial(function, *args)
     with _noted_signals() as noted:
         failure = _attempt(call, num_ranks, noted)
