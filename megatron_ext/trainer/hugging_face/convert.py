@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -46,6 +47,11 @@ RECIPE = "recipe.yaml"
 """What an import makes, in the folder it makes."""
 
 _DATA_FILE = "__0_0.distcp"
+_DISPENSABLE = re.compile(
+    r"layers\.\d+\."
+    r"(self_attn\.rotary_emb\.inv_freq|embed_tokens\.weight|shared_head\.head\.weight)$"
+)
+"""Tensors that follow from others: frequencies, and copies for a further predicted token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,8 +98,11 @@ def importing(source: Path, out: Path) -> Iterator[Conversion]:
         ValueError: The trainer cannot make the model, or a tensor is missing or damaged.
     """
     _check_new(out)
-    with HubTensors(source) as tensors, described(source, tensors.precision) as model:
-        tasks = model.tasks(tensors.names)
+    with (
+        HubTensors(source) as tensors,
+        described(source, tensors.precision, len(tensors)) as model,
+    ):
+        tasks = model.tasks(tensors.sizes)
 
         def write(folder: Path, on_bytes: OnBytes) -> None:
             checkpoint = folder / CHECKPOINT
@@ -117,7 +126,7 @@ def importing(source: Path, out: Path) -> Iterator[Conversion]:
             out=out,
             settings=model.settings,
             num_tensors=len(used),
-            left_out=sorted(tensors.names - used),
+            left_out=_left_out(source, tensors.names - used),
             num_bytes=sum(model.num_bytes(task.param_name) for task in tasks),
         )
 
@@ -141,8 +150,8 @@ def exporting(path: Path, like: Path, out: Path) -> Iterator[Conversion]:
     """
     _check_new(out)
     saved = Tensors(newest_of(path))
-    with HubTensors(like) as tensors, described(like, _precision(saved)) as model:
-        tasks = model.tasks(tensors.names)
+    with HubTensors(like) as tensors, described(like, _precision(saved), len(tensors)) as model:
+        tasks = model.tasks(tensors.sizes)
         model.check_saved(saved)
 
         def write(folder: Path, on_bytes: OnBytes) -> None:
@@ -161,7 +170,7 @@ def exporting(path: Path, like: Path, out: Path) -> Iterator[Conversion]:
             out=out,
             settings=model.settings,
             num_tensors=len(used),
-            left_out=sorted(tensors.names - used),
+            left_out=_left_out(like, tensors.names - used),
             num_bytes=sum(model.num_bytes(task.param_name) for task in tasks),
         )
 
@@ -188,6 +197,20 @@ def _conversion(fill: Callable[[Path, OnBytes], None], **given: Any) -> Conversi
 
     conversion = Conversion(write=write, **given)
     return conversion
+
+
+def _left_out(source: Path, names: set[str]) -> list[str]:
+    """Return the tensors that are not converted, sorted.
+
+    Raises:
+        ValueError: One is neither a copy nor computed: the model would lose it.
+    """
+    if lost := sorted(name for name in names if not _DISPENSABLE.search(name)):
+        raise ValueError(
+            f"{source} has {len(lost)} tensors that the model of its config.json has not, such as "
+            f"{lost[0]}"
+        )
+    return sorted(names)
 
 
 def _check_new(out: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,7 @@ class HubTensors(Mapping[str, Tensor]):
 
     Attributes:
         names: Of all its tensors, without the scales of those in FP8.
+        sizes: How many numbers each has, by name.
         precision: That of a run which trains them, as in `ModelConfig`: `fp32` or `bf16`.
 
     Raises:
@@ -48,12 +50,16 @@ class HubTensors(Mapping[str, Tensor]):
         self._exits = ExitStack()
         files = _files(folder)
         self._file_of: dict[str, str] = {}
+        self.sizes: dict[str, int] = {}
         dtypes = Counter[str]()
         for file in sorted(set(files.values()) if files else [_SINGLE]):
             reader = self._reader(file)
             names = reader.keys()
-            self._file_of |= dict.fromkeys(names, file)
-            dtypes.update(reader.get_slice(name).get_dtype() for name in names)
+            for name in names:
+                tensor = reader.get_slice(name)
+                self._file_of[name] = file
+                self.sizes[name] = math.prod(tensor.get_shape())
+                dtypes[tensor.get_dtype()] += 1
         for name, file in files.items():
             if self._file_of.get(name) != file:
                 raise ValueError(f"{folder / file} lacks the tensor {name} that {_INDEX} names")

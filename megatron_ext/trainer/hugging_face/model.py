@@ -7,7 +7,8 @@ Hugging Face a parameter is made of.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,12 @@ class HubModel:
             name: entry for name, entry in state.items() if not isinstance(entry, ShardedObject)
         }
 
-    def tasks(self, names: Collection[str]) -> list[Any]:
+    def tasks(self, sizes: Mapping[str, int]) -> list[Any]:
         """Return Bridge's work: one piece for each parameter, with the tensors it is made of.
 
         Raises:
-            ValueError: The folder lacks a tensor of the model; `names` are those it has.
+            ValueError: The folder lacks a tensor of the model, or has one of another size. `sizes`
+                has those that are there, by name, with how many numbers they are.
         """
         tasks = [
             task
@@ -65,10 +67,16 @@ class HubModel:
             if task is not None
         ]
         for task in tasks:
-            lacking = sorted({*names_in(task)} - {*names})
+            lacking = sorted({*names_in(task)} - sizes.keys())
             if lacking or task.megatron_module is None:
                 lacked = [*lacking, *names_in(task)][0]
                 raise ValueError(f"{self._source} lacks the tensor {lacked}")
+            given = sum(sizes[name] for name in names_in(task))
+            if given != (wanted := math.prod(self._wanted(task))):
+                raise ValueError(
+                    f"{self._source}: {', '.join(names_in(task))} have {given:,} numbers, by "
+                    f"config.json {task.param_name} has {wanted:,}"
+                )
         if unknown := sorted(self._entries.keys() - {task.param_name for task in tasks}):
             raise ValueError(f"Megatron-Bridge does not know {unknown[0]} of {self._source}")
         return tasks
@@ -86,9 +94,7 @@ class HubModel:
             raise ValueError(
                 f"{self._source}: {', '.join(names_in(task))} do not fit {task.param_name}: {said}"
             ) from None
-        wanted = list(task.param_weight.shape)
-        if getattr(self._entries[task.param_name], "allow_shape_mismatch", False):
-            wanted[0] = self.settings["model"]["vocab_size"]
+        wanted = self._wanted(task)
         if list(value.shape) != wanted:
             raise ValueError(
                 f"{self._source}: {', '.join(names_in(task))} give {list(value.shape)}, by "
@@ -98,6 +104,13 @@ class HubModel:
         padding = value.new_zeros(task.param_weight.shape[0] - wanted[0], *wanted[1:])
         value = torch.cat([value, padding]) if len(padding) else value
         return value.to(task.param_weight.dtype)
+
+    def _wanted(self, task: Any) -> list[int]:
+        """The shape of a parameter, without rows that pad a vocabulary."""
+        shape = list(task.param_weight.shape)
+        if getattr(self._entries[task.param_name], "allow_shape_mismatch", False):
+            shape[0] = self.settings["model"]["vocab_size"]
+        return shape
 
     def exported(self, tasks: Iterator[Any]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of Hugging Face that filled tasks give, with their names."""
@@ -160,7 +173,7 @@ class HubModel:
 
 
 @contextmanager
-def described(source: Path, precision: str) -> Iterator[HubModel]:
+def described(source: Path, precision: str, num_tensors: int) -> Iterator[HubModel]:
     """Make the model of a folder; this process is the one rank of a group meanwhile.
 
     Raises:
@@ -169,9 +182,22 @@ def described(source: Path, precision: str) -> Iterator[HubModel]:
     """
     bridge = open_bridge(source)
     try:
-        settings = model_settings(bridge.to_megatron_provider(load_weights=False), precision)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
+        provider = bridge.to_megatron_provider(load_weights=False)
+    # On values that make no sense Bridge fails in ways of its own.
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"{source}: config.json describes no model ({said})") from None
+    try:
+        settings = model_settings(bridge.hf_pretrained.config, provider, precision)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{source}: {' '.join(str(error).split())}") from None
+    sizes = settings["model"]
+    for name in ("num_layers", "num_experts"):  # Before a model of that many is built.
+        if not 1 <= sizes[name] <= num_tensors:
+            raise ValueError(
+                f"{source}: by config.json {name} is {sizes[name]}, and there are {num_tensors} "
+                "tensors"
+            )
     config = run_config(settings)
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -40,21 +40,41 @@ _ROTARY = {
 """What the trainer's models have of the fields that only Bridge's providers have."""
 
 
-def model_settings(provider: Any, precision: str) -> dict[str, Any]:
-    """Return the sections `model` and `megatron` of a run that trains a provider's model.
+def _position_problems(described: Any) -> list[str]:
+    """Return what Bridge's providers say nothing of: how positions are scaled, and windows."""
+    scaling = getattr(described, "rope_parameters", None) or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    is_latent = bool(getattr(described, "kv_lora_rank", None))
+    problems = []
+    if kind not in ("default", *(["yarn"] if is_latent else [])):
+        problems.append(f"it has no positions scaled by {kind}")
+    window = getattr(described, "sliding_window", None)
+    if window is not None and getattr(described, "use_sliding_window", True):
+        problems.append(f"it has no windows ({window} tokens)")
+    return problems
 
-    `precision` is the run's, as in `ModelConfig`.
+
+def model_settings(described: Any, provider: Any, precision: str) -> dict[str, Any]:
+    """Return the sections `model` and `megatron` of a run that trains a model.
+
+    Args:
+        described: transformers' configuration of the model.
+        provider: Bridge's provider for it.
+        precision: The run's, as in `ModelConfig`.
 
     Raises:
         ValueError: The trainer has no setting for something that the model computes.
     """
-    missing = [
+    missing = _position_problems(described)
+    missing += [
         f"{name} ({value}) must be {ours}"
         for name, ours in _ROTARY.items()
         if (value := getattr(provider, name, ours)) != ours
     ]
     model = _model(provider, missing) | {"precision": precision, "experts": "grouped_mm"}
     config = TrainConfig(model=ModelConfig(**model))
+    if problems := config.model.problems():
+        raise ValueError(problems[0])
     if provider.multi_latent_attention:
         config.megatron["multi_latent_attention"] = True
     ours = transformer_config(config)

@@ -218,6 +218,15 @@ WRONG: dict[str, Callable[[Path], Any]] = {
     ),
     "another size": lambda hub: _change(hub / "config.json", moe_intermediate_size=48),
     "another vocabulary": lambda hub: _change(hub / "config.json", vocab_size=700),
+    "fewer layers": lambda hub: _change(hub / "config.json", num_hidden_layers=1),
+    "a million layers": lambda hub: _change(hub / "config.json", num_hidden_layers=10**6),
+    "no layers": lambda hub: _change(hub / "config.json", num_hidden_layers=-3),
+    "scaled positions": lambda hub: _change(
+        hub / "config.json", rope_parameters={"rope_type": "linear", "factor": 4.0}
+    ),
+    "windows": lambda hub: _change(
+        hub / "config.json", use_sliding_window=True, sliding_window=8, max_window_layers=0
+    ),
     "tied embeddings": lambda hub: _change(hub / "config.json", tie_word_embeddings=True),
     "a full disk": _full_disk,
     "a disk that fills up": _writing_fails,

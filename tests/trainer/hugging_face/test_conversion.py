@@ -103,7 +103,8 @@ def test_a_model_that_the_trainer_cannot_make_is_refused(converted: Path) -> Non
     (imported,) = json.loads((converted / "said.json").read_text())["gpt_oss"]
     assert imported["status"] == 2
     (line,) = imported["stderr"].splitlines()
-    assert "gpt_oss/hub: the trainer cannot make this model: position_embedding_type (yarn)" in line
+    assert "gpt_oss/hub: the trainer cannot make this model: it has no positions scaled by" in line
+    assert "activation_func (quick_gelu) is no setting" in line
     assert not (converted / "gpt_oss" / "imported").exists()
 
 
@@ -115,8 +116,13 @@ WRONG = {
     "a damaged configuration": r"/hub/config\.json is cut off or damaged \(.*\)",
     "no configuration": r"/hub is no Hugging Face model: it has no config\.json",
     "a family that nobody knows": r"/hub/config\.json: .* model type `new` .*",
-    "another size": r"/hub: .*experts\.0\.gate_proj.* give \[64, 64\], .* is \[96, 64\]",
-    "another vocabulary": r"/hub: model\.embed_tokens.* give \[300, 64\], .* is \[700, 64\]",
+    "another size": r"/hub: .*experts\.0\.gate_proj.* have 4,096 numbers, .* has 6,144",
+    "another vocabulary": r"/hub: model\.embed_tokens.* have 19,200 numbers, .* has 44,800",
+    "fewer layers": r"/hub has 33 tensors that the model of its config\.json has not, such as .*",
+    "a million layers": r"/hub: by config\.json num_layers is 1000000, and there are 69 tensors",
+    "no layers": r"/hub: model\.num_layers \(-3\) must be >= 1",
+    "scaled positions": r"/hub: the trainer cannot make this model: .* scaled by linear",
+    "windows": r"/hub: the trainer cannot make this model: it has no windows \(8 tokens\)",
     "tied embeddings": r"/hub: the trainer cannot make this model: share_embeddings_.*",
     "a full disk": r"/imported cannot be written: 100,000 bytes free, the tensors need 346,880",
     "a disk that fills up": r"\[Errno 28\] No space left on device",
