@@ -591,7 +591,7 @@ class PassingTransformerLayer(TransformerLayer):
     @staticmethod
     def is_needed_for(mlp: Any) -> bool:
         """Whether Megatron looks into this part of a spec for a class that it knows."""
-        # From 0.17 on, it calls the part with its groups, whatever the class.
+        # From 0.17 on, Megatron calls the part with its groups, whatever the class.
         return isinstance(mlp, ModuleSpec) and not hasattr(MLP, "as_mlp_submodule")
 
 

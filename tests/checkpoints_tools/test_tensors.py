@@ -1,4 +1,4 @@
-"""Tensors are read whole or in part, whatever pieces they are stored in."""
+"""`Tensors` reads a tensor whole or in part, whatever pieces a checkpoint stores it in."""
 
 from __future__ import annotations
 

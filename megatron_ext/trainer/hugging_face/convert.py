@@ -36,7 +36,7 @@ from checkpoints_tools.folder import (
 from checkpoints_tools.tensors import Tensors
 from megatron_ext.files.arrays import check_folders
 from megatron_ext.trainer.hugging_face.files import HubTensors, HubWriter
-from megatron_ext.trainer.hugging_face.model import described, names_in, sizes_of
+from megatron_ext.trainer.hugging_face.model import HubModel, described, names_in, sizes_of
 from megatron_ext.trainer.hugging_face.settings import recipe_text
 
 OnBytes = Callable[[int], object]
@@ -120,15 +120,7 @@ def importing(source: Path, out: Path) -> Iterator[Conversion]:
             )
             (folder / RECIPE).write_text(text)
 
-        used = {name for task in tasks for name in names_in(task)}
-        yield _conversion(
-            write,
-            out=out,
-            settings=model.settings,
-            num_tensors=len(used),
-            left_out=_left_out(source, tensors.names - used),
-            num_bytes=sum(model.num_bytes(task.param_name) for task in tasks),
-        )
+        yield _conversion(out, write, model, tasks, _left_out(source, tensors.names, tasks))
 
 
 @contextmanager
@@ -164,22 +156,20 @@ def exporting(path: Path, like: Path, out: Path) -> Iterator[Conversion]:
                 on_bytes(writer.add(name, tensor))
             writer.finish()
 
-        used = {name for task in tasks for name in names_in(task)}
-        yield _conversion(
-            write,
-            out=out,
-            settings=model.settings,
-            num_tensors=len(used),
-            left_out=_left_out(like, tensors.names - used),
-            num_bytes=sum(model.num_bytes(task.param_name) for task in tasks),
-        )
+        yield _conversion(out, write, model, tasks, _left_out(like, tensors.names, tasks))
 
 
-def _conversion(fill: Callable[[Path, OnBytes], None], **given: Any) -> Conversion:
+def _conversion(
+    out: Path,
+    fill: Callable[[Path, OnBytes], None],
+    model: HubModel,
+    tasks: list[Any],
+    left_out: list[str],
+) -> Conversion:
     """Return a conversion that checks the room, fills a folder, and gives the folder its name."""
 
     def write(on_bytes: OnBytes) -> None:
-        out, needed = conversion.out, conversion.num_bytes
+        needed = conversion.num_bytes
         if (free := conversion.free_bytes()) < needed:
             raise OSError(
                 f"{out} cannot be written: {free:,} bytes free, the tensors need {needed:,}"
@@ -195,16 +185,24 @@ def _conversion(fill: Callable[[Path, OnBytes], None], **given: Any) -> Conversi
             raise
         sync(out.parent)
 
-    conversion = Conversion(write=write, **given)
+    conversion = Conversion(
+        out=out,
+        settings=model.settings,
+        num_tensors=len({name for task in tasks for name in names_in(task)}),
+        left_out=left_out,
+        num_bytes=sum(model.num_bytes(task.param_name) for task in tasks),
+        write=write,
+    )
     return conversion
 
 
-def _left_out(source: Path, names: set[str]) -> list[str]:
+def _left_out(source: Path, names: set[str], tasks: list[Any]) -> list[str]:
     """Return the tensors that are not converted, sorted.
 
     Raises:
         ValueError: One is neither a copy nor computed: the model would lose it.
     """
+    names = names - {name for task in tasks for name in names_in(task)}
     if lost := sorted(name for name in names if not _DISPENSABLE.search(name)):
         raise ValueError(
             f"{source} has {len(lost)} tensors that the model of its config.json has not, such as "

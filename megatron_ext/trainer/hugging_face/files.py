@@ -59,7 +59,7 @@ class HubTensors(Mapping[str, Tensor]):
                 tensor = reader.get_slice(name)
                 self._file_of[name] = file
                 self.sizes[name] = math.prod(tensor.get_shape())
-                dtypes[tensor.get_dtype()] += 1
+                dtypes[tensor.get_dtype()] += self.sizes[name]
         for name, file in files.items():
             if self._file_of.get(name) != file:
                 raise ValueError(f"{folder / file} lacks the tensor {name} that {_INDEX} names")
@@ -68,7 +68,8 @@ class HubTensors(Mapping[str, Tensor]):
             for name in self._file_of
             if name.removesuffix(_SCALE) == name or name.removesuffix(_SCALE) not in self._file_of
         }
-        self.precision = "fp32" if dtypes.most_common(1) == [("F32", dtypes["F32"])] else "bf16"
+        # By numbers: beside each matrix in FP8 there is a small tensor of scales in float32.
+        self.precision = "fp32" if 2 * dtypes["F32"] > dtypes.total() else "bf16"
 
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._reader(self._file_of[name]).get_tensor(name)

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from checkpoints_tools.contents import is_of_optimizer
 from checkpoints_tools.tensors import Tensors
 from megatron_ext.trainer.checkpoints.state import METADATA, model_state
 from megatron_ext.trainer.hugging_face.bridge import open_bridge
@@ -155,6 +156,11 @@ class HubModel:
             ValueError: It is of another model.
         """
         vocab_size = self.settings["model"]["vocab_size"]
+        known = {piece.key for name in self._entries for piece in self.pieces(name)}
+        if more := sorted(key for key in checkpoint.keys - known if not is_of_optimizer(key)):
+            raise ValueError(
+                f"{checkpoint.folder} is not of the model of {self._source}: it has {more[0]}"
+            )
         for name in self._entries:
             for piece in self.pieces(name):
                 wanted = list(piece.global_shape)
