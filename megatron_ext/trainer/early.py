@@ -9,7 +9,7 @@ from megatron_ext.balance.strategies import unknown_strategy
 from megatron_ext.config import ConfigError
 from megatron_ext.data.manifest import Manifest
 from megatron_ext.files.arrays import check_free
-from megatron_ext.files.locks import FolderInUseError, held
+from megatron_ext.files.locks import LOCK_FILE, FolderInUseError, held
 from megatron_ext.files.run_dir import CONFIG_FILE, LAYERS_FILE, METRICS_FILE
 from megatron_ext.files.yaml_files import read_yaml
 from megatron_ext.telemetry.step_lines import read_lines
@@ -68,7 +68,7 @@ def run_dir_problems(config: TrainConfig, *, begins: bool) -> list[str]:
         earlier = run_dir / CONFIG_FILE
         recipe = read_yaml(earlier).get("recipe") if earlier.is_file() else None
         lost = lost_steps(config) if begins and not config.overwrite else 0
-        if lost:
+        if lost and (run_dir / LOCK_FILE).exists():  # A refusal leaves no file behind.
             with held(run_dir):  # A run that is there now loses nothing.
                 pass
     except (FolderInUseError, OSError, ValueError) as error:
