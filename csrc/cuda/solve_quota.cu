@@ -3,8 +3,9 @@
 // 1. Plans every load of a batch with every tolerance, every NVLink domain for itself: the same
 //    tries and search as on the host (planner/), so the same bits.
 // 2. One block: one domain of one load, with one tolerance. One warp: one try at a time. With more
-//    domains than one the kernel is launched again. The other domains need not get below the load
-//    that the worst domain reached, and this load is known only when all blocks are done.
+//    domains than one, a kernel of many blocks sums the columns once for the blocks of a plan, and
+//    the planner is launched again. The other domains need not get below the load that the worst
+//    domain reached, and this load is known only when all blocks are done.
 // 3. A kernel, because the plan is needed on the device without a host sync.
 // 4. Warps share only their verdicts; all choose alike between two barriers of the block. The tries
 //    that a round may ask for run side by side: all methods at the threshold asked for beside the
@@ -55,6 +56,10 @@ struct Sums {
 
 __host__ __device__ int64_t sums_bytes(const QuotaProblem& problem) {
     return Sums{}.lay_out(nullptr, problem);
+}
+
+__host__ __device__ int64_t num_domains(const QuotaProblem& problem) {
+    return problem.num_ranks / problem.nvlink_domain;
 }
 
 __host__ __device__ int mains_of(const QuotaProblem& problem) {
@@ -566,6 +571,75 @@ __device__ __noinline__ int64_t bound_of_warp(Warp warp,
     return bound;
 }
 
+// The tokens of all ranks from `first` on, `step` apart, that chose an expert.
+__device__ int64_t sum_column(const int64_t* load,
+                              int64_t load_stride,
+                              int64_t expert,
+                              int64_t first,
+                              int64_t ranks,
+                              int64_t step) {
+    int64_t sum = 0;
+#pragma unroll 16  // reads in flight at once
+    for (int64_t r = first; r < ranks; r += step) sum += load[r * load_stride + expert];
+    return sum;
+}
+
+// A block: as many experts as a warp has lanes; its warps share the ranks.
+constexpr int kSumWarps = 4;
+constexpr int kSumThreads = kSumWarps * DeviceWarp::kLanes;
+__global__ __launch_bounds__(kSumThreads) void sum_columns_kernel(QuotaProblem problem,
+                                                                  int64_t num_tolerances,
+                                                                  int64_t first_plan,
+                                                                  const int64_t* loads,
+                                                                  int64_t load_stride,
+                                                                  char* workspace) {
+    __shared__ int64_t parts[kSumWarps][DeviceWarp::kLanes];
+    const int64_t plan_idx = first_plan + blockIdx.y;
+    const int64_t ranks = problem.num_ranks;
+    const int64_t* load = loads + plan_idx / num_tolerances * ranks * load_stride;
+    const int warp = DeviceWarp::warp();
+    const int lane = DeviceWarp::lane();
+    const int64_t e = static_cast<int64_t>(blockIdx.x) * DeviceWarp::kLanes + lane;
+    const bool is_expert = e < problem.num_experts;
+    parts[warp][lane] = is_expert ? sum_column(load, load_stride, e, warp, ranks, kSumWarps) : 0;
+    __syncthreads();
+    if (warp != 0 || !is_expert) return;
+    int64_t sum = 0;
+    for (int w = 0; w < kSumWarps; ++w) sum += parts[w][lane];
+    Sums sums;
+    sums.lay_out(workspace + blockIdx.y * num_domains(problem) * block_bytes(problem), problem);
+    sums.expert_load[e] = sum;
+}
+
+// The ranks' sums and the orders, from the experts' sums. Of all domains: where the search starts
+// depends on the worst of them. By the whole block.
+__device__ __noinline__ void sum_domains(const QuotaProblem& problem,
+                                         const Sums& sums,
+                                         int num_domains) {
+    const int mains = mains_of(problem);
+    MEGATRON_EXT_ROLLED
+    for (int64_t r = threadIdx.x; r < problem.num_ranks; r += kThreads) {
+        int64_t sum = 0;
+        MEGATRON_EXT_ROLLED
+        for (int m = 0; m < mains; ++m) sum += sums.expert_load[r * mains + m];
+        sums.home_load[r] = sum;
+    }
+    const auto ranks = static_cast<int>(problem.nvlink_domain);
+    const int experts = ranks * mains;
+    MEGATRON_EXT_ROLLED
+    for (int d = 0; d < num_domains; ++d) {
+        sort_falling(sums.expert_load + static_cast<int64_t>(d) * experts,
+                     sums.hottest_first + d * experts,
+                     experts);
+    }
+    __syncthreads();
+    MEGATRON_EXT_ROLLED
+    for (int d = 0; d < num_domains; ++d) {
+        const int first = d * ranks;
+        sort_falling(sums.home_load + first, sums.busiest_first + first, ranks);
+    }
+}
+
 // Memory: where tries lie that count in 32 bits. Others lie in global memory.
 template <class Memory>
 __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem problem,
@@ -597,37 +671,18 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
     Sums sums;
     char* tries = memory + sums.lay_out(memory, problem);
 
-    // Sums of all domains: where the search starts depends on the worst of them.
-    MEGATRON_EXT_ROLLED
-    for (int64_t e = thread; e < experts; e += kThreads) {
-        int64_t sum = 0;
-#pragma unroll 16  // reads in flight at once
-        for (int64_t r = 0; r < ranks; ++r) sum += load[r * load_stride + e];
-        sums.expert_load[e] = sum;
-    }
-    __syncthreads();
-    const int mains = mains_of(problem);
-    MEGATRON_EXT_ROLLED
-    for (int64_t r = thread; r < ranks; r += kThreads) {
-        int64_t sum = 0;
+    if (num_domains > 1) {  // sum_columns_kernel has left them with the first block
+        Sums first;
+        first.lay_out(memory_of(0), problem);
+        sums.expert_load = first.expert_load;
+    } else {
         MEGATRON_EXT_ROLLED
-        for (int m = 0; m < mains; ++m) sum += sums.expert_load[r * mains + m];
-        sums.home_load[r] = sum;
+        for (int64_t e = thread; e < experts; e += kThreads) {
+            sums.expert_load[e] = sum_column(load, load_stride, e, 0, ranks, 1);
+        }
+        __syncthreads();
     }
-    const auto domain_ranks = static_cast<int>(problem.nvlink_domain);
-    const int domain_experts = domain_ranks * mains;
-    MEGATRON_EXT_ROLLED
-    for (int d = 0; d < num_domains; ++d) {
-        sort_falling(sums.expert_load + static_cast<int64_t>(d) * domain_experts,
-                     sums.hottest_first + d * domain_experts,
-                     domain_experts);
-    }
-    __syncthreads();
-    MEGATRON_EXT_ROLLED
-    for (int d = 0; d < num_domains; ++d) {
-        const int first = d * domain_ranks;
-        sort_falling(sums.home_load + first, sums.busiest_first + first, domain_ranks);
-    }
+    if (!again) sum_domains(problem, sums, num_domains);
     if (thread == 0) domain = domain_of(problem, sums, own, tolerance_ppm == 0);
     __syncthreads();
 
@@ -649,8 +704,9 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
             return bound_of_warp(warp, problem, sums, num_domains, target, tolerance_ppm == 0);
         };
         // Of a domain's ranks, none of which has more than the total, sums stay in 32 bits then.
-        const int64_t of_warp = total <= INT32_MAX / domain_ranks ? bound(DeviceLanes<int32_t>{})
-                                                                  : bound(DeviceLanes<int64_t>{});
+        const int64_t of_warp = total <= INT32_MAX / problem.nvlink_domain
+                                    ? bound(DeviceLanes<int32_t>{})
+                                    : bound(DeviceLanes<int64_t>{});
         if (DeviceWarp::lane() == 0) bounds[warp_idx] = of_warp;
         __syncthreads();
         MEGATRON_EXT_ROLLED
@@ -670,10 +726,6 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
         }
     }
     plan(GlobalMemory{tries});
-}
-
-int64_t num_domains(const QuotaProblem& problem) {
-    return problem.num_ranks / problem.nvlink_domain;
 }
 
 // A few blocks for every multiprocessor. More plans go in parts, in the same workspace.
@@ -747,9 +799,17 @@ cudaError_t solve_ladder_cuda(const QuotaProblem& problem,
     MEGATRON_EXT_ROLLED
     for (int64_t first = 0; first < plans; first += plans_at_once(problem)) {
         const int64_t now = std::min(plans - first, plans_at_once(problem));
-        const dim3 grid(static_cast<unsigned>(num_domains(problem)), static_cast<unsigned>(now));
+        const auto domains = static_cast<unsigned>(num_domains(problem));
+        const dim3 grid(domains, static_cast<unsigned>(now));
+        if (domains > 1) {
+            constexpr int64_t kColumns = DeviceWarp::kLanes;
+            const dim3 columns(
+                static_cast<unsigned>((problem.num_experts + kColumns - 1) / kColumns), grid.y);
+            sum_columns_kernel<<<columns, kSumThreads, 0, stream>>>(
+                problem, tolerances.count, first, load, load_stride, static_cast<char*>(workspace));
+        }
         MEGATRON_EXT_ROLLED
-        for (int launch = 0; launch < (num_domains(problem) > 1 ? 2 : 1); ++launch) {
+        for (int launch = 0; launch < (domains > 1 ? 2 : 1); ++launch) {
             kernel<<<grid, kThreads, static_cast<size_t>(chosen.shared_bytes), stream>>>(
                 problem,
                 tolerances,
