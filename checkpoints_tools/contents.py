@@ -29,6 +29,7 @@ from checkpoints_tools.folder import (
     stored_bytes,
 )
 from checkpoints_tools.pickles import read_object, read_table
+from megatron_ext.files.opening import open_regular
 
 # A name that a replica or its buffer would have. Only whole words: `replica_id` is Megatron's.
 _TEMPORARY = re.compile(r"(?<![a-z])(slots?|replicas?)(?![a-z])", re.IGNORECASE)
@@ -251,7 +252,7 @@ def _read_origin(folder: Path, metadata: Any) -> tuple[int | None, dict[str, int
 def _read_common(folder: Path, metadata: Any) -> dict[str, Any]:
     """Return what is no tensor and the same on all ranks: in a file, or of 0.19 an object."""
     if (folder / COMMON_FILE).is_file():
-        with (folder / COMMON_FILE).open("rb") as file:
+        with open_regular(folder / COMMON_FILE, follow=True) as file:
             common: dict[str, Any] = read_object(file)
             return common
     stored = {index.fqn: entry for index, entry in metadata.storage_data.items()}

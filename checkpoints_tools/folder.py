@@ -22,6 +22,7 @@ from typing import Any
 import xxhash
 
 from checkpoints_tools.pickles import ForeignClassError, read_object, read_table
+from megatron_ext.files.opening import look_at, open_regular, read_regular
 
 RUN_FILE = "run.json"
 CHECKSUMS_FILE = "checksums.json"
@@ -68,7 +69,7 @@ class Hasher:
 def hash_file(path: Path) -> Checksum:
     """Return a file's checksum; reads it piece by piece."""
     hasher, buffer = Hasher(), memoryview(bytearray(_CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path, follow=True) as file:
         while length := file.readinto(buffer):
             hasher.add(buffer[:length])
     return hasher.checksum()
@@ -286,7 +287,7 @@ def verify(path: str | Path) -> Verdict:
 
 def stored_bytes(folder: Path, stored: Any) -> io.BytesIO:
     """Return the bytes of an entry of a table's `storage_data`."""
-    with (folder / stored.relative_path).open("rb") as file:
+    with open_regular(folder / stored.relative_path, follow=True) as file:
         file.seek(stored.offset)
         return io.BytesIO(file.read(stored.length))
 
@@ -298,7 +299,8 @@ def _objects(
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     if part == 0 and (folder / COMMON_FILE).is_file():
-        yield COMMON_FILE, io.BytesIO((folder / COMMON_FILE).read_bytes())
+        with open_regular(folder / COMMON_FILE, follow=True) as file:
+            yield COMMON_FILE, io.BytesIO(file.read())
     # By what a reader would do: what the table does not call a tensor is unpickled.
     objects = [
         (index, stored)
@@ -321,7 +323,7 @@ def _ends(table: Any) -> dict[str, int]:
 def _damage(path: Path, size: int | None, *, may_be_longer: bool = False) -> str | None:
     """Return what is wrong with a file by its size; None if nothing is."""
     try:
-        found = path.stat().st_size
+        found = look_at(path, follow=True).st_size
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
@@ -337,7 +339,7 @@ def _damage(path: Path, size: int | None, *, may_be_longer: bool = False) -> str
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_regular(path, follow=True))
     except FileNotFoundError:
         raise ValueError(f"{path.name} is missing") from None
     except OSError as error:

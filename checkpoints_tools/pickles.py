@@ -12,6 +12,8 @@ import pickle
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_ext.files.opening import open_regular
+
 _CLASSES = {
     "collections": {"OrderedDict"},
     "torch": {"Size"},
@@ -56,7 +58,7 @@ def read_table(file: Path) -> Any:
     """
     from torch.distributed.checkpoint.metadata import Metadata
 
-    with file.open("rb") as stream:
+    with open_regular(file, follow=True) as stream:
         try:
             table = _TableUnpickler(stream).load()
         except ForeignClassError as error:

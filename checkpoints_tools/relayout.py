@@ -36,6 +36,7 @@ from checkpoints_tools.folder import (
     write_checksums,
 )
 from checkpoints_tools.pickles import read_object
+from megatron_ext.files.opening import look_at, open_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -196,7 +197,7 @@ def prepare_relayout(
         folder=folder,
         out=out,
         num_tensors=len(changes),
-        num_bytes=sum((folder / name).stat().st_size for name in (*copied, TABLE_FILE))
+        num_bytes=sum(look_at(folder / name, follow=True).st_size for name in (*copied, TABLE_FILE))
         + sum(table.storage_data[index].length for index in routers),
         _copied=copied,
         _table=table,
@@ -208,8 +209,8 @@ def _copy(source: Path, target: Path, on_bytes: Callable[[int], object]) -> Chec
     """Copy a file to the disk, and return its checksum."""
     hasher, buffer = Hasher(), memoryview(bytearray(_PIECE_BYTES))
     with (
-        source.open("rb", buffering=0) as read,
-        source.open("rb", buffering=0) as read_again,
+        open_regular(source, follow=True) as read,
+        open_regular(source, follow=True) as read_again,
         target.open("wb", buffering=0) as written,
     ):
         while length := _copy_piece(read.fileno(), written.fileno()):

@@ -13,10 +13,12 @@ from typing import Any
 
 from megatron_ext.arguments import existing_path
 from megatron_ext.cli import options
-from megatron_ext.cli.output import DONE, show
+from megatron_ext.cli.output import DONE, plain, show
+from megatron_ext.files.opening import names_in, whole_lines
 
 _POLL_S = 1.0
 
+_NAME = re.compile(r"rank_\d+\.log")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ")
 
 
@@ -47,16 +49,17 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
         time.sleep(_POLL_S)
         for line in _new_lines(_files(arguments.run_dir, arguments.rank), read):
-            sys.stdout.write(f"{line}\n")
+            sys.stdout.write(plain(f"{line}\n"))
     return DONE
 
 
 def _files(run_dir: Path, rank: int | None) -> list[Path]:
     from megatron_ext.trainer.logs.rank_logs import LOGS_FOLDER, rank_log
 
-    files = sorted((run_dir / LOGS_FOLDER).glob("rank_*.log"))
+    folder = run_dir / LOGS_FOLDER
+    files = [folder / name for name in names_in(folder) if _NAME.fullmatch(name)]
     if not files:
-        raise FileNotFoundError(f"{run_dir / LOGS_FOLDER} has no log of a rank")
+        raise FileNotFoundError(f"{folder} has no log of a rank")
     if rank is None:
         return files
     if (file := rank_log(run_dir, rank)) not in files:
@@ -70,15 +73,13 @@ def _new_lines(files: list[Path], read: dict[Path, int]) -> Iterator[str]:
         yield f"[rank {rank}] {line}"
 
 
-def _of_file(file: Path, read: dict[Path, int]) -> list[tuple[tuple[str, int], int, str]]:
-    """Return place in the order, rank and text of each new line of a file."""
-    with file.open("rb") as log:
-        log.seek(read.get(file, 0))
-        whole = log.read().rpartition(b"\n")
-    read[file] = read.get(file, 0) + len(whole[0]) + len(whole[1])
-    rank, when, lines = int(file.stem.removeprefix("rank_")), "", []
-    for number, line in enumerate(whole[0].decode(errors="replace").splitlines()):
-        if found := _TIME.match(line):
-            when = found[0]
-        lines.append(((when, number), rank, line))
-    return lines
+def _of_file(file: Path, read: dict[Path, int]) -> Iterator[tuple[tuple[str, int], int, str]]:
+    """Yield place in the order, rank and text of each new line of a file."""
+    rank, when, number = int(file.stem.removeprefix("rank_")), "", 0
+    for whole in whole_lines(file, read.get(file, 0)):
+        read[file] = read.get(file, 0) + len(whole)
+        for line in whole[:-1].decode(errors="replace").splitlines() or [""]:
+            if found := _TIME.match(line):
+                when = found[0]
+            number += 1
+            yield (when, number), rank, line

@@ -13,6 +13,11 @@ from megatron_ext.files.json_files import json_text
 DONE, FAILED = 0, 1
 INTERRUPTED = 130  # As shells report a command that Ctrl-C ended.
 
+_CONTROLS = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"
+}
+"""What stands for each control character that is not of plain text."""
+
 
 def show(
     arguments: argparse.Namespace,
@@ -20,9 +25,14 @@ def show(
     lines: Callable[[dict[str, Any]], Sequence[str] | Iterator[str]],
 ) -> int:
     """Print a result, as JSON or for people."""
-    text = json_text(report, indent=2) if arguments.json else "\n".join(lines(report))
+    text = json_text(report, indent=2) if arguments.json else plain("\n".join(lines(report)))
     sys.stdout.write(text + "\n")
     return DONE
+
+
+def plain(text: str) -> str:
+    """Write out what a terminal would take for commands: the text may be a stranger's."""
+    return text.translate(_CONTROLS)
 
 
 def warn(message: str | None) -> None:

@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     options.add_out(
         report,
         "PAGE.html",
-        "page to look at in a browser (one run has it in its directory, as report.html)",
+        "page to look at in a browser (a run of your own has it in its directory, as report.html)",
         required=False,
         replaces="PAGE.html",
     )
@@ -39,6 +39,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the runs' numbers side by side, and write the page."""
+    from megatron_ext.files.opening import is_ours
     from megatron_ext.trainer.reports.read import read_runs
     from megatron_ext.trainer.reports.run_page import FILE, write_run_page
     from megatron_ext.trainer.reports.summary import summarize_runs
@@ -46,9 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     out: Path | None = arguments.out
     options.check_out(arguments)
-    if out is None and len(arguments.runs) == 1:
-        out = arguments.runs[0] / FILE
     runs = read_runs(arguments.runs)
+    # A folder of another user is only read.
+    if out is None and len(arguments.runs) == 1 and is_ours(arguments.runs[0]):
+        out = arguments.runs[0] / FILE
     if out is not None:
         write_run_page(runs, out)
     against = list(runs)[:1] if len(runs) > 1 else []
@@ -73,3 +75,5 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield from report["unknown"]
     if report["page"] is not None:
         yield f"Written: {report['page']}"
+    elif len(report["runs"]) == 1:
+        yield "No page, as the run is another user's: --out PAGE.html writes one"

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.files.opening import MOST_BYTES, look_at, open_regular
 from megatron_ext.telemetry.heartbeat import (
     DONE,
     RUNNING,
@@ -18,6 +20,7 @@ from megatron_ext.telemetry.heartbeat import (
     read_statuses,
     stacks_path,
 )
+from megatron_ext.trainer.ranks.signals import catches
 from megatron_ext.trainer.ranks.watchdog import STACKS_SIGNAL, ended, least_far, lost, missing, told
 
 _STACKS_S = 30.0
@@ -50,14 +53,14 @@ def add_stacks(state: dict[str, Any]) -> None:
     asked: dict[int, int] = {}
     for status in read_statuses(folder):
         # A look at the process first: its number may be another's by now.
-        if status.process == "runs":
+        if status.process == "runs" and _answers(status.pid, stacks_path(folder, status.rank)):
             asked[status.rank] = _size(stacks_path(folder, status.rank))
             os.kill(status.pid, STACKS_SIGNAL)
     deadline = time.monotonic() + _STACKS_S
     for row in state["ranks"]:
         rank = row["rank"]
         if rank not in asked:
-            row["stacks"] = "not asked: no process that runs on this machine"
+            row["stacks"] = "not asked: no rank that runs on this machine as this user"
             continue
         path = stacks_path(folder, rank)
         while _size(path) == asked[rank] and time.monotonic() < deadline:
@@ -65,9 +68,26 @@ def add_stacks(state: dict[str, Any]) -> None:
         found = -1
         while found < (found := _size(path)):  # Until nothing more comes.
             time.sleep(0.1)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(asked[rank])
-            row["stacks"] = file.read().decode(errors="replace") or "no answer"
+            row["stacks"] = file.read(MOST_BYTES).decode(errors="replace") or "no answer"
+
+
+def _answers(pid: int, stacks: Path) -> bool:
+    """Whether a process writes its stacks to this file when it gets the signal.
+
+    By what the process does, not by what its status says: that could name any process, which the
+    signal would end.
+    """
+    try:
+        file, opened = look_at(stacks), os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return False
+    for each in opened if catches(pid, STACKS_SIGNAL) else ():
+        with suppress(OSError):  # It closes files meanwhile.
+            if os.path.samestat(file, os.stat(f"/proc/{pid}/fd/{each}")):
+                return True
+    return False
 
 
 def _row(status: Status) -> dict[str, Any]:
@@ -89,7 +109,7 @@ def _row(status: Status) -> dict[str, Any]:
 
 def _verdict(statuses: list[Status]) -> tuple[str, bool]:
     """Say how the run is in one line, and whether it runs or is done."""
-    if all(status.state == DONE for status in statuses):
+    if all(status.state == DONE for status in statuses) and not missing(statuses):
         return f"done, at step {max(status.note.step for status in statuses)}", True
     if said := told(statuses):
         return f"ended: {said}", False

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_ext.arguments import did_you_mean
+from megatron_ext.files.opening import open_regular
 
 _POLL_S = 2.0
 """Between two looks at a job: often enough for people, seldom enough for a controller."""
@@ -99,7 +100,7 @@ def _print_new(file: Path, start: int, label: str) -> int:
     """Print the whole lines of a file from a byte on; return how many bytes they have."""
     if not file.exists():
         return 0
-    with file.open("rb") as log:
+    with open_regular(file, follow=True) as log:
         log.seek(start)
         lines = log.read().rpartition(b"\n")[0]
     for line in lines.decode(errors="replace").splitlines():

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_ext.cli import options
 from megatron_ext.cli.output import progress, show
+from megatron_ext.files.whole import write_whole
 
 
 def add(commands: Any) -> None:
@@ -57,5 +58,5 @@ def run(arguments: argparse.Namespace) -> int:
         report = whatif.what_if(loads, asked, on_load=on_load)
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(whatif.page(report), encoding="utf-8")
+        write_whole(arguments.out, [whatif.page(report)])
     return show(arguments, report, whatif.text)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_ext.arguments import near_path
+from megatron_ext.files.opening import open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,7 +97,7 @@ def read_arrays(
     """
     check_archive(path)
     arrays = {}
-    with path.open("rb") as file:
+    with open_regular(path, follow=True) as file:
         try:
             archive = np.load(file, allow_pickle=False)
         except _DAMAGES as error:
@@ -123,7 +124,7 @@ def check_archive(path: Path) -> None:
         raise FileNotFoundError(f"{path} does not exist{near_path(path)}")
     if not path.is_file():
         raise FileNotFoundError(f"{path} is {'a folder' if path.is_dir() else 'no file'}")
-    with path.open("rb") as file:
+    with open_regular(path, follow=True) as file:
         # NumPy would take anything else for pickled objects, and advise to load them.
         if not file.read(len(_ARRAY)).startswith((_ARCHIVE, _ARRAY)):
             raise ValueError(f"{path} is no .npz file: write it with numpy.savez")
@@ -149,8 +150,9 @@ def write_arrays(path: Path, arrays: dict[str, Tensor], *, overwrite: bool) -> N
     check_free(path, overwrite=overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
     try:
-        with partial.open("wb") as file:
+        with partial.open("xb") as file:  # Never through a link.
             # As `numpy.savez_compressed`, which has no say in how hard it tries: level 1 is several
             # times as fast, for files that are a little larger.
             archive = zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1)

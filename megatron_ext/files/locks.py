@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from megatron_ext.files.opening import check_ours, open_own
+
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
@@ -33,10 +35,12 @@ def held(folder: Path) -> Iterator[None]:
 
     Raises:
         FolderInUseError: Another process holds it.
-        OSError: The folder or the file `.lock` in it cannot be written.
+        OSError: The folder or the file `.lock` in it cannot be written, or another user has a say
+            in it (`check_ours`).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    check_ours(folder)
+    descriptor = open_own(folder / LOCK_FILE)
     _held.add(descriptor)
     try:
         _lock(descriptor, folder)

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from megatron_ext.files.loads import TRACE_FIELDS, Loads
+from megatron_ext.files.opening import open_regular
 
 _FILE = re.compile(r"router_trace_rank(\d+)\.jsonl")
 _STAGE = "pre_dispatch"
@@ -141,7 +142,7 @@ def _read_rank(path: Path, rank: int) -> _Counts:
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the whole lines; the last one may be torn."""
-    with path.open("rb") as file:
+    with open_regular(path, follow=True) as file:
         number = 0
         while line := file.readline(_LONGEST):
             number += 1

@@ -30,6 +30,7 @@ from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.balance.strategies.none import NONE
 from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import Cells, fill, html_table, markdown_table
+from megatron_ext.files.whole import write_whole
 from megatron_ext.lab.planning import (
     Asked,
     Planned,
@@ -283,15 +284,15 @@ def tables(report: Mapping[str, Any]) -> dict[str, Cells]:
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
     """Write `replay.json` (the report), `replay.md` and the page `replay.html` into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "replay.json").write_text(json.dumps(report, indent=2) + "\n")
+    write_whole(folder / "replay.json", [json.dumps(report, indent=2), "\n"])
     parts = ["# Replay", f"{report['title']}."]
     parts += notes(report)
     for title, cells in tables(report).items():
         if title != ALL_LAYERS:
             parts.append(f"## {title}")
         parts += [markdown_table(*cells), _BELOW[title]]
-    (folder / "replay.md").write_text("\n\n".join(parts) + "\n")
-    (folder / "replay.html").write_text(page_html(_page(report)), "utf-8")
+    write_whole(folder / "replay.md", ["\n\n".join(parts), "\n"])
+    write_whole(folder / "replay.html", [page_html(_page(report))])
 
 
 def _page(report: Mapping[str, Any]) -> Page:

@@ -26,6 +26,7 @@ from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import BalanceConfig
 from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import fill, markdown_table
+from megatron_ext.files.whole import write_whole
 from megatron_ext.lab.hardware import SOLVED_PAIRS, Hardware, constants
 from megatron_ext.lab.planning import Asked, make_planners, plan_loads, read_name
 from megatron_ext.trainer.model.shape import ModelShape
@@ -475,13 +476,13 @@ def _constant(value: float | Mapping[str, float]) -> str:
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
     """Write `simulate.json` and `simulate.md` into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "simulate.json").write_text(json.dumps(report, indent=2) + "\n")
+    write_whole(folder / "simulate.json", [json.dumps(report, indent=2), "\n"])
     rows = [
         (name, _constant(constant["value"]), constant["source"])
         for name, constant in report["hardware"]["constants"].items()
     ]
     left_out = "\n".join(f"- {what}" for what in report["left_out"])
-    (folder / "simulate.md").write_text(
+    text = (
         f"# Simulation\n\n{report['title']}.\n\n{overall_table(report)}\n\n{LEGEND}\n\n"
         f"## A MoE layer, ms\n\n{layer_table(report)}\n\n"
         f"## Constants of {report['hardware']['name']}\n\n"
@@ -489,3 +490,4 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> None:
         f"{markdown_table(('constant', 'value', 'source'), rows)}\n\n"
         f"## Left out\n\n{left_out}\n"
     )
+    write_whole(folder / "simulate.md", [text])

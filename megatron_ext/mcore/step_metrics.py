@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
 from megatron_ext.files.json_files import json_text
+from megatron_ext.files.opening import check_ours
 from megatron_ext.files.run_dir import CONFIG_FILE, LAYERS_FILE, METRICS_FILE
 from megatron_ext.files.whole import write_whole
 from megatron_ext.mcore import process_hooks
@@ -170,6 +171,7 @@ class _RunDir:
         self._is_open = True
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            check_ours(self._folder)
             # JSON is YAML, too.
             settings = json_text({"balance": self._balance}, indent=2)
             write_whole(self._folder / CONFIG_FILE, [settings, "\n"])

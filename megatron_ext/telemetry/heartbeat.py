@@ -22,9 +22,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_ext.files.opening import names_in, read_regular
+from megatron_ext.files.whole import write_whole
 
 if TYPE_CHECKING:  # A program that only reads the files does not import torch.
     from torch import Tensor, nn
@@ -270,14 +274,10 @@ class Pulse:
     def _write(self) -> None:
         self.status = replace(self.status, time=time.time())
         path = status_path(self._folder, self.status.rank)
-        # Renamed into place, so that a reader finds this heartbeat or the one before. Not synced,
-        # because a heartbeat that a power failure takes is no loss.
-        beside = path.with_suffix(".partial")
-        try:
-            beside.write_text(json.dumps(asdict(self.status)))
-            beside.replace(path)
-        except OSError:
-            pass  # Telemetry never stops a training; to the others the rank counts as lost.
+        # Telemetry never stops a training; to the others the rank counts as lost. Not synced, as a
+        # heartbeat that a power failure takes is no loss.
+        with suppress(OSError):
+            write_whole(path, [json.dumps(asdict(self.status))], sync=False)
 
 
 def status_path(folder: Path, rank: int) -> Path:
@@ -291,15 +291,20 @@ def stacks_path(folder: Path, rank: int) -> Path:
 
 
 def read_statuses(folder: Path) -> list[Status]:
-    """Return the statuses in a folder, by rank, without files that cannot be read."""
+    """Return the statuses in a folder, by rank, without files that cannot be read.
+
+    Raises:
+        NotRegularError: The folder is a link, or no folder.
+    """
     statuses = []
-    for rank_path in sorted(os.listdir(folder)) if folder.is_dir() else ():
-        if not rank_path.endswith(".json"):
+    for name in names_in(folder):
+        if not name.endswith(".json"):
             continue
         try:
-            path = folder / rank_path
-            values = json.loads(path.read_text())
-            statuses.append(Status(**values | {"note": Note(*values["note"])}))
+            values = json.loads(read_regular(folder / name))
+            status = Status(**values | {"note": Note(*values["note"])})
+            if status_path(folder, status.rank).name == name:  # Else two could say one rank's.
+                statuses.append(status)
         except (OSError, ValueError, TypeError, KeyError):
             continue  # A torn file, or a file of another version.
     return statuses

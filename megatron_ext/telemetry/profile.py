@@ -73,7 +73,9 @@ class StepProfile:
         self._has_begun = False
         if self._profile is not None:
             self._profile.stop()
-            self._profile.export_chrome_trace(str(self._parts[dist.get_rank()]))
+            part = self._parts[dist.get_rank()]
+            part.unlink(missing_ok=True)  # It may be a link.
+            self._profile.export_chrome_trace(str(part))
             self._profile = None
         dist.barrier()
         if dist.get_rank() != 0:
@@ -119,8 +121,9 @@ def merge_traces(parts: Mapping[int, Path], counters: Counters, merged: Path) ->
     with that rank's range `step N`.
     """
     partial = merged.with_name(f".{merged.name}.partial")
+    partial.unlink(missing_ok=True)
     # Level 1: a trace has hundreds of megabytes, and the ranks wait.
-    with gzip.open(partial, "wt", compresslevel=1) as file:
+    with gzip.open(partial, "xt", compresslevel=1) as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
         separator, base = "\n", None
         for rank, part in parts.items():

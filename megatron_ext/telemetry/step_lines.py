@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.files.json_files import json_text
+from megatron_ext.files.opening import open_own, whole_lines
 from megatron_ext.files.whole import write_whole
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ class StepLines:
         write_whole(file, (_line(one) for one in read_lines(file) if one["step"] <= start_step))
         self._path = file
         # Without a buffer, `write` returns the exact number of bytes that a full disk has taken.
-        self._file = file.open("ab", buffering=0)
+        self._file = os.fdopen(open_own(file, os.O_APPEND), "ab", buffering=0)
         self._unwritten = b""
 
     def write(self, values: Mapping[str, Any]) -> None:
@@ -66,14 +68,14 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
     The file has null for numbers that are not finite; the objects have NaN.
 
     Raises:
-        ValueError: A line is not the line of a step; the message names file and line.
+        ValueError: A line is not the line of a step; the message names file and line. Or it is no
+            regular file.
     """
-    if not file.exists():
+    try:
+        for number, line in enumerate(whole_lines(file), 1):
+            yield _read_line(f"{file}, line {number}", line.decode(errors="replace"))
+    except FileNotFoundError:
         return
-    with file.open(errors="replace", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.endswith("\n"):
-                yield _read_line(f"{file}, line {number}", line)
 
 
 def _line(values: Mapping[str, Any]) -> str:

@@ -10,12 +10,14 @@ from megatron_ext.config import ConfigError
 from megatron_ext.data.manifest import Manifest
 from megatron_ext.files.arrays import check_free
 from megatron_ext.files.locks import LOCK_FILE, FolderInUseError, held
+from megatron_ext.files.opening import check_ours, check_writes, names_in
 from megatron_ext.files.run_dir import CONFIG_FILE, LAYERS_FILE, METRICS_FILE
 from megatron_ext.files.yaml_files import read_yaml
 from megatron_ext.telemetry.step_lines import read_lines
 from megatron_ext.trainer.checkpoints.choice import lost_steps
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.data import prefixes_of
+from megatron_ext.trainer.logs.rank_logs import LOGS_FOLDER
 
 
 def check_early(config: TrainConfig) -> None:
@@ -58,11 +60,20 @@ def early_problems(config: TrainConfig, *, needs_data: bool = True) -> list[str]
 def run_dir_problems(config: TrainConfig, *, begins: bool) -> list[str]:
     """Return whether the run's folder cannot be written, or metrics in it cannot be continued.
 
+    A folder in which another user has a say is refused.
+
     A run that begins must not lose the steps of an earlier one.
     """
     run_dir = Path(config.run_dir)
     try:
         check_free(run_dir / METRICS_FILE, overwrite=True)
+        if run_dir.exists():
+            check_ours(run_dir)
+        for file in (
+            LOCK_FILE,
+            *(f"{LOGS_FOLDER}/{name}" for name in names_in(run_dir / LOGS_FOLDER)),
+        ):
+            check_writes(run_dir / file)
         for file in METRICS_FILE, LAYERS_FILE:
             list(read_lines(run_dir / file))
         earlier = run_dir / CONFIG_FILE

@@ -32,6 +32,7 @@ from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.files.json_files import json_text
 from megatron_ext.files.loads import read_loads
 from megatron_ext.files.run_dir import TRACE_FOLDER
+from megatron_ext.files.whole import write_whole
 from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.progress import TrainingProgress
@@ -187,7 +188,7 @@ def write_report(runs: dict[str, TrainConfig], folder: Path) -> str:
     }
     quota["drift_from_none"] = asdict(drifts["quota"])
     none["drift_by_rounding"] = asdict(drifts[YARDSTICK])
-    (folder / "summary.json").write_text(json_text(summaries, indent=2) + "\n")
+    write_whole(folder / "summary.json", [json_text(summaries, indent=2), "\n"])
     write_run_page(read_runs([folder / name for name in metrics]), folder / FILE)
     return (
         f"\n{table(summaries)}\n\n"

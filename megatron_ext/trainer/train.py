@@ -11,6 +11,7 @@ import argparse
 import logging
 import math
 import os
+import stat
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -69,6 +70,8 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
             logger.info("%s: nothing to do: step %d of %d", config.run_dir, done, config.steps)
         return
     _check_machine(config, num_ranks=None if is_rank else num_ranks)
+    # What a run makes, not every user may change, wherever it is made: here or in a library.
+    os.umask(os.umask(0o077) | stat.S_IWOTH)
     # Rank 0 holds it for all ranks of torchrun.
     with hold_run_dir(config) if int(os.environ.get("RANK", 0)) == 0 else nullcontext():
         if is_rank:

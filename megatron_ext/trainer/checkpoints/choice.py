@@ -15,6 +15,7 @@ from checkpoints_tools.folder import (
     list_checkpoints,
     read_run,
 )
+from megatron_ext.files.opening import read_regular
 from megatron_ext.files.run_dir import METRICS_FILE
 from megatron_ext.telemetry.step_lines import read_lines
 from megatron_ext.trainer.config import ModelConfig, TrainConfig
@@ -118,7 +119,7 @@ def model_shape(config: TrainConfig) -> dict[str, Any]:
 def _of_tracker(load: Path) -> Path:
     """Return the checkpoint that the tracker file of a folder names; without one, the folder."""
     try:
-        newest = (load / TRACKER_FILE).read_text().strip()
+        newest = read_regular(load / TRACKER_FILE, follow=True).decode().strip()
     except (OSError, ValueError):
         return load
     if newest == "release":
@@ -135,6 +136,8 @@ def _damage(folder: Path, *, of_run: bool) -> str | None:
         names = [path.name for path in folder.iterdir()]
     except OSError as error:
         return f"the folder cannot be read: {error.strerror}"
+    if of_run and folder.is_symlink():
+        return "the folder is a link"
     if of_run and RUN_FILE not in names:
         return f"{RUN_FILE} is missing"
     if any(name.startswith("mp_rank_") for name in names):

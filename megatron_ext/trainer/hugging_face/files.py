@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints_tools.folder import sync
+from megatron_ext.files.opening import look_at, open_regular, read_regular
 
 _CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
@@ -92,6 +93,7 @@ class HubTensors(Mapping[str, Tensor]):
             self._exits.close()
             path = self._folder / file
             try:
+                look_at(path, follow=True)
                 self._open = file, self._exits.enter_context(safe_open(path, "pt"))
             except FileNotFoundError:
                 raise FileNotFoundError(f"{path} is missing") from None
@@ -113,7 +115,11 @@ class HubWriter:
         others = [path for path in like.iterdir() if path.is_file()]
         for path in others:
             if not path.name.startswith(".") and not any(map(path.match, _WEIGHTS)):
-                shutil.copyfile(path, folder / path.name)
+                with (
+                    open_regular(path, follow=True) as file,
+                    (folder / path.name).open("xb") as out,
+                ):
+                    shutil.copyfileobj(file, out)
 
     def add(self, name: str, tensor: Tensor) -> int:
         """Take the next tensor, and return its bytes."""
@@ -172,7 +178,7 @@ def _files(folder: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        files: dict[str, str] = json.loads(path.read_text())["weight_map"]
+        files: dict[str, str] = json.loads(read_regular(path, follow=True))["weight_map"]
         for file in files.values():
             if Path(file).name != file:
                 raise ValueError(f"{file} is not the name of a file")

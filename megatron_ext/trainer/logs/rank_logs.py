@@ -17,6 +17,8 @@ import socket
 import time
 from pathlib import Path
 
+from megatron_ext.files.opening import open_own
+
 LOGS_FOLDER = "logs"
 """In a run directory."""
 
@@ -35,7 +37,7 @@ def keep_output(run_dir: Path) -> None:
     rank = int(os.environ["RANK"])
     path = rank_log(run_dir, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a", buffering=1)
+    file = os.fdopen(open_own(path, os.O_APPEND), "a", buffering=1)
     if rank != 0:
         terminal = os.fdopen(os.dup(2), "w", buffering=1)
         for handler in logging.getLogger().handlers:

@@ -123,7 +123,7 @@ def hold_run_dir(config: TrainConfig) -> Iterator[None]:
     With `overwrite`, files of an earlier run without checkpoints are moved aside.
 
     Raises:
-        ConfigError: Another run is in it, or it cannot be written.
+        ConfigError: Another run is in it, it cannot be written, or another user has a say in it.
     """
     with ExitStack() as stack:
         try:
@@ -138,7 +138,7 @@ def hold_run_dir(config: TrainConfig) -> Iterator[None]:
 def _move_aside(run_dir: Path) -> None:
     """Move what an earlier run wrote into a new folder; what else is there stays."""
     places = (run_dir / f"earlier_{number}" for number in itertools.count(1))
-    aside = next(place for place in places if not place.exists())
+    aside = next(place for place in places if not os.path.lexists(place))
     aside.mkdir()
     for name in _FILES:
         if (run_dir / name).exists():

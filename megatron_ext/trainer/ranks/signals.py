@@ -76,9 +76,14 @@ def listens(pid: int) -> bool:
 
     It does if it catches SIGTERM, which Python by itself does not.
     """
+    return catches(pid, signal.SIGTERM)
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Return whether a process has a handler of a signal; False if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
     caught = next((line for line in status.splitlines() if line.startswith("SigCgt:")), "SigCgt: 0")
-    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)

@@ -84,7 +84,8 @@ class Watchdog:
         self._folder = folder
         self._rank = status.rank
         folder.mkdir(parents=True, exist_ok=True)
-        self._stacks = stacks_path(folder, self._rank).open("w")
+        stacks_path(folder, self._rank).unlink(missing_ok=True)
+        self._stacks = stacks_path(folder, self._rank).open("x")  # Never through a link.
         # Before there is a status, whose readers may send the signal: by itself it ends a process.
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         if self._rank == 0:
@@ -192,9 +193,9 @@ def least_far(statuses: Sequence[Status]) -> Status:
 
 
 def missing(statuses: Sequence[Status]) -> str:
-    """Name the ranks that have no file; empty if all have one."""
+    """Name the ranks that have no file that can be read; empty if all have one."""
     ranks = sorted(set(range(statuses[0].num_ranks)) - {status.rank for status in statuses})
-    return f"no sign of ranks {ranks}: they have written no status" if ranks else ""
+    return f"no sign of ranks {ranks}: they have no status, or a damaged one" if ranks else ""
 
 
 def lost(silent: Sequence[Status]) -> str:

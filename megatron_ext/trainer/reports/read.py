@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from megatron_ext.files.opening import is_regular, read_regular
 from megatron_ext.files.run_dir import ABOUT_FILE, CONFIG_FILE, LAYERS_FILE, METRICS_FILE
 from megatron_ext.telemetry.step_lines import read_lines
 from megatron_ext.trainer.reports.layers import LayerLines, Layers
@@ -99,7 +101,7 @@ def _short_names(names: Sequence[str]) -> Sequence[str]:
 
 def run_files(folder: Path) -> list[Path]:
     """Return the files that a report reads, of those that are there."""
-    return [folder / name for name in _FILES if (folder / name).is_file()]
+    return [folder / name for name in _FILES if is_regular(folder / name)]
 
 
 def column(metrics: Metrics, name: str) -> list[float]:
@@ -127,7 +129,11 @@ def _read_run(folder: Path) -> Run:
         below = sorted(str(file.parent) for file in folder.glob(f"*/{METRICS_FILE}"))
         hint = f"; there are runs in it: {', '.join(below)}" if below else ""
         raise FileNotFoundError(f"{folder} is no run directory: it has no {METRICS_FILE}{hint}")
-    missing = [f"{name} is not there" for name in _FILES if folder / name not in there]
+    missing = [
+        f"{name} is {'no file of its own' if os.path.lexists(folder / name) else 'not there'}"
+        for name in _FILES
+        if folder / name not in there
+    ]
     lines = {file.name: read_lines(file) for file in there if file.suffix == ".jsonl"}
     by_step = {line["step"]: line for line in lines.get(METRICS_FILE, ())}
     metrics = [by_step[step] for step in sorted(by_step)]
@@ -154,7 +160,7 @@ def _read_run(folder: Path) -> Run:
 
 def _about(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text("utf-8"))
+        found = json.loads(read_regular(file))
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
@@ -168,7 +174,7 @@ def _settings(file: Path) -> dict[str, str]:
     YAML can hold more, written out, than any memory does: values are cut, names are counted.
     """
     try:
-        flat = list(islice(_flat(yaml.safe_load(file.read_text("utf-8"))), _MOST_SETTINGS + 1))
+        flat = list(islice(_flat(yaml.safe_load(read_regular(file))), _MOST_SETTINGS + 1))
     except (yaml.YAMLError, AttributeError, ValueError, RecursionError):
         raise ValueError(f"{file} is no readable YAML with settings") from None
     if len(flat) > _MOST_SETTINGS:

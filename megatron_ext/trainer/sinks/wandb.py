@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.files.opening import is_regular, names_in, read_regular
 from megatron_ext.files.run_dir import TRACE_FOLDER
 from megatron_ext.files.whole import write_whole
 from megatron_ext.telemetry.names import METRICS, SECTIONS, section_of, shown
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _INIT_S, _FINISH_S = 30.0, 300.0
 """Seconds that the server gets to begin a run, and to take what is left of it at the end."""
+_MOST_ID_BYTES = 1000
 
 
 class WandbSink(Sink):
@@ -38,14 +40,14 @@ class WandbSink(Sink):
         run_dir = Path(config.run_dir)
         # One W&B run per run directory, so that a continued run continues its curves.
         id_file = run_dir / "wandb_id"
-        if not id_file.exists():
+        if not is_regular(id_file):
             write_whole(id_file, [uuid.uuid4().hex])
         self._logging = config.logging
         self._run_dir = run_dir
         self._run = _start(
             config,
             run_dir,
-            id=id_file.read_text(),
+            id=read_regular(id_file, most_bytes=_MOST_ID_BYTES).decode(),
             resume="allow",
             name=config.logging.wandb_name or run_dir.name,
             config=dataclasses.asdict(config) | {"facts": facts},
@@ -73,9 +75,8 @@ class WandbSink(Sink):
 
     def close(self, *, failed: bool) -> None:
         """See `Sink`."""
-        for kind, name in (("trace", TRACE_FOLDER), ("profile", PROFILE_FILE)):
-            if (path := self._run_dir / name).exists():
-                _keep(self._run, kind, [path])
+        _keep(self._run, "trace", self._run_dir / TRACE_FOLDER)
+        _keep(self._run, "profile", self._run_dir, PROFILE_FILE)
         self._run.finish(exit_code=1 if failed else 0)
 
 
@@ -85,7 +86,7 @@ def keep_comparison(config: TrainConfig, folder: Path) -> None:
         return
     try:
         run = _start(config, folder, name=f"{folder.name}: comparison", job_type="comparison")
-        _keep(run, "comparison", sorted(path for path in folder.iterdir() if path.is_file()))
+        _keep(run, "comparison", folder)
         run.finish()
     except Exception as error:  # The comparison is on the disk.
         logger.warning("warning: W&B has no comparison of the runs: %s", error)
@@ -129,14 +130,17 @@ def _pictures(layers: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _keep(run: Any, kind: str, paths: list[Path]) -> None:
-    """Keep files and folders as an artifact of a run."""
+def _keep(run: Any, kind: str, folder: Path, only: str | None = None) -> None:
+    """Keep the files in a folder, or only the one of a name, as an artifact of a run.
+
+    A link is left out: what it leads to is not the run's, and would be sent to the server.
+    """
     import wandb
 
+    names = names_in(folder) if only is None else [only]
+    if not (files := [folder / name for name in names if is_regular(folder / name)]):
+        return
     artifact = wandb.Artifact(f"{kind}-{run.id}", type=kind)
-    for path in paths:
-        if path.is_dir():
-            artifact.add_dir(str(path))
-        else:
-            artifact.add_file(str(path))
+    for file in files:
+        artifact.add_file(str(file))
     run.log_artifact(artifact)

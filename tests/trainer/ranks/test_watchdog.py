@@ -87,7 +87,11 @@ WAITING: dict[str, Any] = dict(waits=True, still_s=600.0, moves=7)
             "rank 1 (host b, process 5) hangs in step 149, forward, layer 2: its main thread has "
             "not moved for 0 s",
         ),
-        ([status(0, **WAITING)], (), "no sign of ranks [1, 2]: they have written no status"),
+        (
+            [status(0, **WAITING)],
+            (),
+            "no sign of ranks [1, 2]: they have no status, or a damaged one",
+        ),
         (
             [
                 status(0, state=FAILED, reason="RuntimeError: connection closed", host="a", pid=1),

@@ -169,6 +169,7 @@ def test_wandb_says_what_the_metrics_say(written: Path) -> None:
 
 def test_a_comparison_is_kept_beside_its_runs(tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text("<p>")
+    (tmp_path / "link.html").symlink_to(__file__)  # To what is not to be sent.
     keep_comparison(config_of(tmp_path / "run"), tmp_path)
     records = wandb_records(tmp_path)
     (run,) = (record.run for record in records if record.HasField("run"))
