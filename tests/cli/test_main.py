@@ -345,10 +345,14 @@ def test_out_is_checked_before_any_work(loads, capsys, monkeypatch):
 
 
 def test_no_permission_to_read(loads, capsys, monkeypatch):
-    def refused(path, mode):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    opened = os.open
 
-    monkeypatch.setattr(Path, "open", refused)
+    def refused(path, *given):
+        if path == loads:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *given)
+
+    monkeypatch.setattr(os, "open", refused)
     status, stdout, stderr = run(capsys, "plan", loads)
     assert (status, stdout) == (2, "")
     assert stderr == f"megatron-ext plan: error: {loads}: Permission denied\n"

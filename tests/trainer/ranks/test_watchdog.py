@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -186,13 +187,15 @@ def test_a_pause_is_survived_and_a_stopped_rank_is_named(data: Path, tmp_path: P
     command += ["steps=1000000", f"timeout_s={LIMIT_S}"]
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment, umask=0
     ) as process:
         try:
             _attack(process, tmp_path)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+    # Whatever the user's mask: where every user may write, no second run would begin.
+    assert not [each for each in tmp_path.rglob("*") if each.stat().st_mode & stat.S_IWOTH]
 
 
 def _attack(process: subprocess.Popen[str], run_dir: Path) -> None:
