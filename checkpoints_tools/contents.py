@@ -24,7 +24,9 @@ from checkpoints_tools.folder import (
     COMMON_FILE,
     RUN_FILE,
     TABLE_FILE,
+    find_changes,
     newest_of,
+    read_checksums,
     read_run,
     stored_bytes,
 )
@@ -198,9 +200,14 @@ def read_metadata(folder: Path) -> Any:
     """Return a checkpoint's table of contents, torch's `Metadata`. Nothing in it is run.
 
     Raises:
-        ValueError: The table is missing, damaged, or names what no table needs.
+        ValueError: The table is missing, damaged, or names what no table needs; or it or another
+            of the small files was changed.
     """
     try:
+        recorded = read_checksums(folder) or {}
+        small = [name for name in (TABLE_FILE, RUN_FILE, COMMON_FILE) if name in recorded]
+        if changes := find_changes(folder, [name for name in small if (folder / name).exists()]):
+            raise ValueError(changes[0])
         return read_table(folder / TABLE_FILE)
     except FileNotFoundError as error:
         raise ValueError(
@@ -237,7 +244,7 @@ def _read_origin(folder: Path, metadata: Any) -> tuple[int | None, dict[str, int
     if (folder / RUN_FILE).is_file():
         run = read_run(folder)
         saved_on = {"num_ranks": run.get("num_ranks"), **run.get("parallel", {})}
-        return run["step"], {name: size for name, size in saved_on.items() if size is not None}
+        return run["step"], {n: size for n, size in saved_on.items() if isinstance(size, int)}
     try:
         common = _read_common(folder, metadata)
         step = int(common["iteration"])

@@ -2,8 +2,8 @@
 
 A checkpoint of a run has `run.json` and `checksums.json` beside Megatron's files: `metadata.json`,
 the table of contents `.metadata`, `common.pt`, and the tensors and objects in `*.distcp`.
-Checkpoints that another program wrote have no checksums; of them the sizes are compared with the
-table of contents.
+Checkpoints that another program wrote have neither; of them the sizes are compared with the table
+of contents. Where there are checksums, each file has one.
 
 Problems are said in a line each, which begins with the name of the file.
 """
@@ -22,7 +22,8 @@ from typing import Any
 import xxhash
 
 from checkpoints_tools.pickles import ForeignClassError, read_object, read_table
-from megatron_ext.files.opening import look_at, open_regular, read_regular
+from megatron_ext.files.json_files import read_json
+from megatron_ext.files.opening import look_at, open_regular
 
 RUN_FILE = "run.json"
 CHECKSUMS_FILE = "checksums.json"
@@ -94,17 +95,20 @@ def read_checksums(folder: Path) -> dict[str, Checksum] | None:
     if not (folder / CHECKSUMS_FILE).exists():
         return None
     content = _read_json(folder / CHECKSUMS_FILE)
+    if (algorithm := content.get("algorithm")) != _ALGORITHM:
+        raise ValueError(f"{CHECKSUMS_FILE} has checksums {algorithm!r}, not {_ALGORITHM}")
     try:
-        if content["algorithm"] != _ALGORITHM:
-            raise ValueError(
-                f"{CHECKSUMS_FILE} has checksums {content['algorithm']!r}, not {_ALGORITHM}"
-            )
-        return {
+        checksums = {
             name: Checksum(int(entry["bytes"]), str(entry["hash"]))
             for name, entry in content["files"].items()
         }
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{CHECKSUMS_FILE} is damaged: no {error}") from None
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise ValueError(f"{CHECKSUMS_FILE} is damaged: {error!r}") from None
+    for name in checksums:
+        # Else a stranger's list could have any file of this machine read.
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{CHECKSUMS_FILE} names a file outside of its folder: {name!r}")
+    return checksums
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -114,8 +118,12 @@ def read_run(folder: Path) -> dict[str, Any]:
         ValueError: It is missing or damaged.
     """
     run = _read_json(folder / RUN_FILE)
-    if not isinstance(run.get("step"), int):
+    step = run.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**63:
         raise ValueError(f"{RUN_FILE} is damaged: it has no step")
+    for name in ("model", "parallel"):
+        if not isinstance(run.get(name, {}), dict):
+            raise ValueError(f"{RUN_FILE} is damaged: {name} is no mapping")
     return run
 
 
@@ -144,11 +152,17 @@ def sync(path: Path) -> None:
 
 
 def find_damage(folder: Path) -> list[str]:
-    """Return what is missing, empty, cut off or unreadable; contents are not compared."""
+    """Return what is missing, empty, cut off, unreadable or without a checksum.
+
+    Contents are not compared.
+    """
     try:
-        recorded = read_checksums(folder) or {}
+        checksums = read_checksums(folder)
     except ValueError as error:
         return [str(error)]
+    if checksums is None and (folder / RUN_FILE).exists():
+        return [f"{CHECKSUMS_FILE} is missing"]
+    recorded = checksums or {}
     needed = {KIND_FILE: None, TABLE_FILE: None}
     sizes = needed | {name: checksum.num_bytes for name, checksum in recorded.items()}
     damage = [problem for name, size in sizes.items() if (problem := _damage(folder / name, size))]
@@ -170,10 +184,17 @@ def find_damage(folder: Path) -> list[str]:
     # Megatron-Core before 0.19 keeps what is no tensor there, and says so.
     if "common_backend" in kind:
         ends |= {COMMON_FILE: 1}
-    return [
+    damage = [
         problem
         for name, end in sorted(ends.items())
         if (problem := _damage(folder / name, end, may_be_longer=True))
+    ]
+    if damage or checksums is None:
+        return damage
+    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+    return [
+        f"{name} is not covered: {CHECKSUMS_FILE} has no checksum of it"
+        for name in sorted(there - {CHECKSUMS_FILE} - recorded.keys())
     ]
 
 
@@ -338,18 +359,12 @@ def _damage(path: Path, size: int | None, *, may_be_longer: bool = False) -> str
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if problem := _damage(path, None):
+        raise ValueError(problem)
     try:
-        content = json.loads(read_regular(path, follow=True))
-    except FileNotFoundError:
-        raise ValueError(f"{path.name} is missing") from None
-    except OSError as error:
-        raise ValueError(f"{path.name} cannot be read: {error.strerror}") from None
+        return read_json(path, follow=True)
     except ValueError as error:
-        said = "is empty" if path.stat().st_size == 0 else f"is cut off or damaged ({error})"
-        raise ValueError(f"{path.name} {said}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name} is damaged: it holds no JSON object")
-    return content
+        raise ValueError(str(error).replace(str(path), path.name)) from None
 
 
 def newest_of(path: Path) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_tools.contents import is_of_optimizer, read_metadata
-from checkpoints_tools.folder import newest_of, stored_bytes
+from checkpoints_tools.folder import find_changes, newest_of, stored_bytes
 from checkpoints_tools.pickles import read_object
 from checkpoints_tools.relayout import PARTS
 
@@ -28,9 +28,11 @@ def expert_norms(
 
     Raises:
         FileNotFoundError: There is no checkpoint.
-        ValueError: The checkpoint is not complete or not of this kind.
+        ValueError: The checkpoint is not complete, not of this kind, or was changed.
     """
     folder = newest_of(Path(path))
+    if changes := find_changes(folder):
+        raise ValueError(f"{folder}: {changes[0]}")
     squares: dict[int, dict[int, float]] = {}
     for index, stored in read_metadata(folder).storage_data.items():
         match = PARTS.fullmatch(index.fqn)

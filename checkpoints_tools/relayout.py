@@ -28,6 +28,7 @@ from checkpoints_tools.folder import (
     TABLE_FILE,
     Checksum,
     Hasher,
+    find_damage,
     hash_file,
     newest_of,
     read_checksums,
@@ -95,6 +96,7 @@ class Relayout:
 
         Raises:
             OSError: The disk has no room for it, or it cannot be written; nothing is left.
+            ValueError: The checkpoint was changed since it was written; nothing is left.
         """
         partial = self.out.with_name(f".{self.out.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -121,13 +123,14 @@ class Relayout:
             )
 
     def _fill(self, partial: Path, on_bytes: Callable[[int], object]) -> None:
-        # Of copied files those that they had, so that earlier damage is still noticed.
         recorded = read_checksums(self.folder) or {}
 
         def copied(name: str) -> Checksum:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             found = _copy(self.folder / name, partial / name, on_bytes)
-            return recorded.get(name, found)
+            if recorded.get(name, found) != found:  # New checksums would hide it.
+                raise ValueError(f"{self.folder}: {name} was changed: its checksum is another")
+            return found
 
         # One file goes to the disk while the next one is copied.
         with ThreadPoolExecutor(_THREADS) as threads:
@@ -158,7 +161,7 @@ def relayout(path: str | Path, expert: Mapping[int, np.ndarray], out: str | Path
 
     Raises:
         FileNotFoundError, FileExistsError, ValueError: See `prepare_relayout`.
-        OSError: See `Relayout.write`.
+        OSError, ValueError: See `Relayout.write`.
     """
     prepared = prepare_relayout(path, expert, out)
     prepared.write()
@@ -180,12 +183,14 @@ def prepare_relayout(
     Raises:
         FileNotFoundError: There is no checkpoint.
         FileExistsError: `out` exists.
-        ValueError: The checkpoint has other layers or experts, or stores experts or the optimizer's
-            state in a way that this function cannot take apart.
+        ValueError: The checkpoint is damaged, has other layers or experts, or stores experts or the
+            optimizer's state in a way that this function cannot take apart.
     """
     folder, out = newest_of(Path(path)), Path(out)
     if out.exists():
         raise FileExistsError(f"{out} exists already")
+    if damage := find_damage(folder):
+        raise ValueError(f"{folder}: {damage[0]}")
     table = read_metadata(folder)
     layouts = {number: order.tolist() for number, order in expert.items()}
     changes = list(_find_changes(folder, table, layouts))

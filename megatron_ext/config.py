@@ -160,7 +160,9 @@ class _Rule:
             return not self.choices or value in self.choices
         if isinstance(value, float) and not math.isfinite(value):
             return False
-        return all(_HOLDS[sign](value, limit) for sign, limit in self.limits.items())
+        return value is None or all(
+            _HOLDS[sign](value, limit) for sign, limit in self.limits.items()
+        )
 
     def problem(self, value: Any) -> str:
         """What to say about a value that is not allowed."""

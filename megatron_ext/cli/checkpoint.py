@@ -183,7 +183,10 @@ def _verdict_lines(report: dict[str, Any]) -> Iterator[str]:
         size = f"{report['num_files']} files, {report['num_bytes']:,} bytes"
         yield f"{report['folder']}: whole and unchanged ({size})"
     else:
-        yield f"{report['folder']}: has no checksums; no file is missing or cut off"
+        yield (
+            f"{report['folder']}: of another program, without checksums: no file is missing or cut "
+            "off, and changed bytes would not be noticed"
+        )
 
 
 def run_relayout(arguments: argparse.Namespace) -> int:

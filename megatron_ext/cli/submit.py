@@ -10,6 +10,7 @@ import itertools
 import re
 import shlex
 import sys
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -256,6 +257,10 @@ def render(
         "CONTAINER": options.container or "",
         "CONTAINER_MOUNTS": options.container_mounts or "",
     }
+    for name, value in (header | settings).items():
+        # A line of the script is one of Slurm's or of the shell's, where another could begin.
+        if any(unicodedata.category(letter) == "Cc" for letter in value):
+            raise ValueError(f"{name} ({value!r}) must be without control characters")
     words = [f"set -- {shlex.join(each)}" for each in variants]
     if options.variants:
         cases = [f"{index}) {line} ;;" for index, line in enumerate(words)]

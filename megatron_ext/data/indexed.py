@@ -7,7 +7,8 @@ seconds, and neither `--help` nor reading a manifest must wait for it: it comes 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ def open_domain(manifest: Manifest, name: str) -> Any:
     if not num_bytes:
         raise ValueError(f"domain {name}: {prefix}.bin is empty")
     dataset = _open(prefix, name)
+    documents = len(dataset.index.document_indices) - 1
+    if documents != manifest.domains[name].documents:
+        raise ValueError(
+            f"domain {name}: {prefix} was changed: documents by the manifest "
+            f"{manifest.domains[name].documents}, by the .idx {documents}"
+        )
     by_manifest = manifest.domains[name].tokens
     by_index = _num_tokens(dataset.index)
     on_disk = num_bytes // np.dtype(dataset.index.dtype).itemsize
@@ -110,14 +117,21 @@ def _open(prefix: str, name: str) -> Any:
 
     # The index by itself first: a dataset that fails over its index fails again in `__del__`.
     _open_index(prefix, name)
-    return IndexedDataset(prefix)
+    with _faults_of(prefix, name):
+        return IndexedDataset(prefix)
 
 
 def _open_index(prefix: str, name: str) -> Any:
     from megatron.core.datasets.indexed_dataset import _IndexReader
 
-    try:
+    with _faults_of(prefix, name):
         return _IndexReader(f"{prefix}.idx", False)
+
+
+@contextmanager
+def _faults_of(prefix: str, name: str) -> Iterator[None]:
+    try:
+        yield
     except (AssertionError, IndexError, OverflowError, ValueError, struct.error) as error:
         said = " ".join(str(error).split()) or "its counts differ"
         raise ValueError(

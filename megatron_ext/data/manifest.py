@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.config import field_problems
+from megatron_ext.files.json_files import read_json
 
 MANIFEST = "manifest.json"
 BYTES = "bytes"
 
-_FROM_JSON = ("tokenizer", "vocab_size", "eod", "eod_token", "prefix", "tokens")
-"""Fields of the file whose types are checked."""
+_COUNT: Any = {"limits": {">=": 0}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,10 @@ class Domain:
     """One kind of text, in a Megatron indexed dataset of its own."""
 
     prefix: str
-    documents: int
-    tokens: int
+    documents: int = field(metadata=_COUNT)
+    tokens: int = field(metadata=_COUNT)
     """With one eod per document."""
-    text_bytes: int | None
+    text_bytes: int | None = field(metadata=_COUNT)
     """Size of the text before tokenizing, UTF-8; None of a dataset made elsewhere."""
 
 
@@ -49,9 +49,9 @@ class Manifest:
 
     folder: Path
     tokenizer: str
-    vocab_size: int
+    vocab_size: int = field(metadata={"limits": {">=": 1}})
     """Number of token ids, eod included."""
-    eod: int | None
+    eod: int | None = field(metadata=_COUNT)
     """Id of the token that ends each document; None of datasets made elsewhere."""
     eod_token: str | None
     """The same token as the tokenizer writes it."""
@@ -72,8 +72,8 @@ class Manifest:
             raise FileNotFoundError(
                 f"no dataset at {path}: there is no {MANIFEST}. `megatron-ext data build` makes one"
             )
+        content = read_json(file)
         try:
-            content: dict[str, Any] = json.loads(file.read_text())
             domains = {name: Domain(**fields) for name, fields in content.pop("domains").items()}
             manifest = cls(folder=file.parent, domains=domains, **content)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -83,7 +83,7 @@ class Manifest:
         problems = [
             problem
             for part in (manifest, *domains.values())
-            for problem in field_problems(type(part), part, _FROM_JSON)
+            for problem in field_problems(type(part), part)
         ]
         if problems:
             raise ValueError(f"{file}: {'; '.join(problems)}")

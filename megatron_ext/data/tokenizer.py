@@ -66,6 +66,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: Path, eod_token: str | None = None) -> None:
         self._tokenizer, vocabulary = _read(path)
+        self._path = path
         candidates = COMMON_EOD_TOKENS if eod_token is None else (eod_token,)
         self.eod_token = next((token for token in candidates if token in vocabulary), "")
         if not self.eod_token:
@@ -77,8 +78,15 @@ class HuggingFaceTokenizer:
         self.vocab_size = _vocab_size(vocabulary)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Return the token ids of each text, int64, without the tokenizer's special tokens."""
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        """Return the token ids of each text, int64, without the tokenizer's special tokens.
+
+        Raises:
+            ValueError: The file names tokens that it does not have.
+        """
+        try:
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # As of `_read`.
+            raise ValueError(f"{self._path} cannot encode a text: {error}") from error
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
 

@@ -6,11 +6,12 @@ each format says what its arrays mean.
 
 from __future__ import annotations
 
+import math
 import os
 import zipfile
-import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,17 +21,8 @@ from megatron_ext.files.opening import open_regular
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What NumPy raises on a file that is cut, damaged, or holds pickled objects: damage can ask for a
-# password, for any amount of memory, for a position before the file's beginning.
-_DAMAGES = (
-    ValueError,
-    EOFError,
-    zipfile.BadZipFile,
-    zlib.error,
-    RuntimeError,
-    MemoryError,
-    OSError,
-)
+_MOST_BYTES = 1 << 32
+"""Of an array in memory: a file of a thousandth of it can hold so many zeros."""
 
 # How files begin: archives (.npz), single arrays (.npy).
 _ARCHIVE, _ARRAY = b"PK", b"\x93NUMPY"
@@ -87,30 +79,39 @@ def find_arrays(folder: Path) -> list[Path]:
 
 
 def read_arrays(
-    path: Path, *, required: tuple[str, ...], optional: tuple[str, ...]
+    path: Path,
+    *,
+    required: tuple[str, ...],
+    optional: tuple[str, ...],
+    check: Callable[[dict[str, np.ndarray]], object],
 ) -> dict[str, np.ndarray]:
     """Read the arrays of these names from an .npz file; other arrays stay unread.
 
+    Before the values are read, `check` gets the arrays with their types and shapes, all zeros, that
+    take no memory.
+
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The file is no .npz file, is damaged, or lacks a required array.
+        ValueError: The file is no .npz file, is damaged, lacks a required array, or holds a larger
+            one than any such file; or `check` raises it.
     """
     check_archive(path)
     arrays = {}
     with open_regular(path, follow=True) as file:
         try:
             archive = np.load(file, allow_pickle=False)
-        except _DAMAGES as error:
+        except Exception as error:  # Damage can have NumPy and zipfile raise anything.
             raise ValueError(f"{path} is cut off or damaged ({error})") from error
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise ValueError(f"{path} holds one array, not an archive: write it with numpy.savez")
         for name in (*required, *optional):
             if name in archive.files:
-                arrays[name] = _read_array(path, archive, name)
+                arrays[name] = _outline(path, archive, name)
             elif name in required:
                 has = ", ".join(sorted(archive.files)) or "none"
                 raise ValueError(f"{path} has no array {name!r}; it has {has}")
-    return arrays
+        check(arrays)
+        return {name: _read_array(path, archive, name) for name in arrays}
 
 
 def check_archive(path: Path) -> None:
@@ -130,14 +131,25 @@ def check_archive(path: Path) -> None:
             raise ValueError(f"{path} is no .npz file: write it with numpy.savez")
 
 
+def _outline(path: Path, archive: Any, name: str) -> np.ndarray:
+    """Return an array of the type and shape that the header of an array says."""
+    try:
+        with archive.zip.open(f"{name}.npy") as member:
+            version = np.lib.format.read_magic(member)
+            read = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
+            shape, _, dtype = read(member)
+        if math.prod(shape) * dtype.itemsize > _MOST_BYTES:
+            raise ValueError(f"{list(shape)} of {dtype} are more than {_MOST_BYTES} bytes")
+        return np.broadcast_to(np.zeros((), dtype), shape)
+    except Exception as error:  # Damage can have NumPy and zipfile raise anything.
+        raise ValueError(f"{path}: {name} cannot be read ({error})") from error
+
+
 def _read_array(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
     try:
-        values = archive[name]
-    except _DAMAGES as error:
+        values: np.ndarray = archive[name]
+    except Exception as error:  # As above.
         raise ValueError(f"{path}: {name} cannot be read ({error})") from error
-    # NumPy returns bytes for an entry without the header of an array.
-    if not isinstance(values, np.ndarray):
-        raise ValueError(f"{path}: {name} is no array")
     return values
 
 

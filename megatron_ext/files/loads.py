@@ -28,7 +28,10 @@ TRACE_FIELDS = ("step", "microbatch", "layer")
 _LOADS = Schema(
     arrays={
         "load": Array(dtype=np.int64, axes="B? R E"),
-        **{name: Array(dtype=np.integer, axes="B", required=False) for name in TRACE_FIELDS},
+        **{
+            name: Array(dtype=np.integer, axes="B", required=False, least=0)
+            for name in TRACE_FIELDS
+        },
         "predicted": Array(dtype=np.int64, axes="B? R E", required=False, least=-1),
     },
     multiple=("E", "R"),

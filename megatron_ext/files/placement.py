@@ -23,8 +23,8 @@ from megatron_ext.files.schema import Array, Schema
 _SCHEMA = Schema(
     arrays={
         "slots": Array(dtype=np.int32, axes="L R S"),
-        "layer": Array(dtype=np.int64, axes="L", all_differ=True),
-        "expert_load": Array(dtype=np.int64, axes="L E"),
+        "layer": Array(dtype=np.int64, axes="L", all_differ=True, least=0),
+        "expert_load": Array(dtype=np.int64, axes="L E", least=0),
     },
     multiple=("E", "R"),
 )

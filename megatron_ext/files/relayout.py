@@ -19,7 +19,7 @@ from megatron_ext.files.schema import Array, Schema
 _SCHEMA = Schema(
     arrays={
         "expert": Array(dtype=np.int64, axes="L E"),
-        "layer": Array(dtype=np.int64, axes="L", all_differ=True),
+        "layer": Array(dtype=np.int64, axes="L", all_differ=True, least=0),
     }
 )
 

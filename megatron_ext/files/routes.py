@@ -23,13 +23,16 @@ import torch
 from megatron_ext.files.arrays import find_arrays, write_arrays
 from megatron_ext.files.schema import Array, Schema
 
+_MOST_COUNTS = 2**28
+"""Counts of a layer, by id and expert: twice those of 262,144 ids and 512 experts."""
+
 _SCHEMA = Schema(
     arrays={
         "choice": Array(dtype=np.int16, axes="L N K", least=0, limit="E"),
         "token": Array(dtype=np.int64, axes="N", least=0, limit="V"),
         "sample": Array(dtype=np.int64, axes="N", least=0, limit="N"),
-        "layer": Array(dtype=np.int64, axes="L", all_differ=True),
-        "sizes": Array(dtype=np.int64, axes="2", entries="V E"),
+        "layer": Array(dtype=np.int64, axes="L", all_differ=True, least=0),
+        "sizes": Array(dtype=np.int64, axes="2", entries="V E", least=1),
     }
 )
 
@@ -134,11 +137,15 @@ def _join_stages(stages: list[tuple[Path, Routes]]) -> Routes:
 
 def _read_file(path: Path) -> Routes:
     arrays = _SCHEMA.read(path)
-    sample = arrays["sample"]
+    sample, (vocab_size, experts) = arrays["sample"], arrays["sizes"].tolist()
+    if vocab_size * experts > _MOST_COUNTS:
+        raise ValueError(
+            f"{path}: vocabulary x experts ({vocab_size} x {experts}) must be <= {_MOST_COUNTS}"
+        )
     if len(np.unique(sample)) != int(sample.max()) + 1:
         raise ValueError(f"{path}: samples must be numbered from 0 without gaps")
     layers = tuple(arrays["layer"].tolist())
-    return Routes(arrays["token"], sample, layers, arrays["choice"], *arrays["sizes"].tolist())
+    return Routes(arrays["token"], sample, layers, arrays["choice"], vocab_size, experts)
 
 
 def write_routes(path: Path, routes: Routes, *, overwrite: bool = False) -> None:

@@ -30,14 +30,13 @@ import torch
 
 from megatron_ext.files.loads import TRACE_FIELDS, Loads
 from megatron_ext.files.opening import open_regular
+from megatron_ext.files.schema import MOST_EXPERTS
 
 _FILE = re.compile(r"router_trace_rank(\d+)\.jsonl")
 _STAGE = "pre_dispatch"
 _BLOCKS = ("decoder", "mtp")
 _LONGEST = 2**30
 """Bytes of a line; a million tokens of eight choices need a tenth of that."""
-_MOST_EXPERTS = 2**16
-"""Far more than any layer has; a crafted number shall not take memory."""
 
 
 class _Layer(NamedTuple):
@@ -164,8 +163,8 @@ def _parse(record: Mapping[str, Any], rank: int) -> tuple[int, _Layer, np.ndarra
         chosen = np.empty(shape, dtype=np.int64)
     if chosen.dtype.kind != "i" or chosen.shape != shape:
         raise ValueError(f"top_indices must be {shape[0]} x {shape[1]} (num_tokens x topk) experts")
-    if chosen.size and not 0 <= chosen.min() <= chosen.max() < _MOST_EXPERTS:
-        raise ValueError(f"top_indices must be >= 0 and < {_MOST_EXPERTS}")
+    if chosen.size and not 0 <= chosen.min() <= chosen.max() < MOST_EXPERTS:
+        raise ValueError(f"top_indices must be >= 0 and < {MOST_EXPERTS}")
     head = _count(record, "mtp_idx") if "mtp_idx" in record else 0
     layer = _Layer(_BLOCKS.index(record["block"]), head, _count(record, "layer"))
     return _count(record, "step"), layer, np.bincount(chosen.ravel())

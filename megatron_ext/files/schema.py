@@ -13,6 +13,7 @@ here (an expert that is there twice).
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ from megatron_ext.files.arrays import read_arrays
 
 _MAY_BE_NONE = "S"
 _WORDS = {"E": "experts", "R": "ranks"}
+
+MOST_EXPERTS = 2**16
+"""Far more than any layer has; a crafted number shall not take memory and time."""
+_MOST = {"E": MOST_EXPERTS, "R": 2**13}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,23 +75,17 @@ class Schema:
         """
         # Short ones first: of a file of another kind, the array named as missing is the simplest.
         names = sorted(self.arrays, key=lambda name: self.arrays[name].axes.count(" "))
+        sizes: dict[str, int] = {}
         arrays = read_arrays(
             path,
             required=tuple(name for name in names if self.arrays[name].required),
             optional=tuple(name for name in names if not self.arrays[name].required),
+            check=lambda outlines: sizes.update(self._check_outlines(path, outlines)),
         )
         present = {name: array for name, array in self.arrays.items() if name in arrays}
         for name, array in present.items():
-            _check_dtype(path, name, arrays[name], array.dtype)
-        sizes: dict[str, int] = {}
-        beside = ""
-        for name, array in present.items():
-            if array.axes.partition(" ")[0].endswith("?") and arrays[name].ndim == (
-                array.axes.count(" ")
-            ):
+            if _lacks_first(arrays[name], array):
                 arrays[name] = arrays[name][None]
-            _check_shape(path, name, arrays[name], array.axes, sizes, beside)
-            beside = beside or f" beside {name} of {list(arrays[name].shape)}"
             for letter, size in zip(array.entries.split(), arrays[name].tolist(), strict=False):
                 sizes[letter] = size
         for name, array in present.items():
@@ -100,6 +99,27 @@ class Schema:
                 )
         return arrays
 
+    def _check_outlines(self, path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+        """Check types and shapes; return the sizes of the letters."""
+        present = {name: array for name, array in self.arrays.items() if name in arrays}
+        for name, array in present.items():
+            _check_dtype(path, name, arrays[name], array.dtype)
+        sizes: dict[str, int] = {}
+        beside = ""
+        for name, array in present.items():
+            outline = arrays[name][None] if _lacks_first(arrays[name], array) else arrays[name]
+            _check_shape(path, name, outline, array.axes, sizes, beside)
+            beside = beside or f" beside {name} of {list(outline.shape)}"
+        for letter, most in _MOST.items():
+            if (size := sizes.get(letter, 0)) > most:
+                raise ValueError(f"{path}: {_WORDS[letter]} ({size}) must be <= {most}")
+        return sizes
+
+
+def _lacks_first(values: np.ndarray, array: Array) -> bool:
+    """Whether an array is without its first axis, which may be left out."""
+    return array.axes.partition(" ")[0].endswith("?") and values.ndim == array.axes.count(" ")
+
 
 def _check_dtype(path: Path, name: str, values: np.ndarray, dtype: Any) -> None:
     """Raise ValueError, with the way out, if an array is of another type."""
@@ -107,13 +127,12 @@ def _check_dtype(path: Path, name: str, values: np.ndarray, dtype: Any) -> None:
         return
     if dtype is np.integer:
         raise ValueError(f"{path}: {name} must be integers, got {values.dtype}")
-    is_count = np.issubdtype(dtype, np.integer)
-    if is_count and values.dtype.kind == "f" and not np.isfinite(values).all():
-        raise ValueError(f"{path}: {name} has NaN or infinite entries; it must be counts")
     wanted = np.dtype(dtype)
+    is_count = np.issubdtype(dtype, np.integer) and values.dtype.kind == "f"
+    if_so = ", if its entries are whole numbers" if is_count else ""
     raise ValueError(
         f"{path}: {name} must be {wanted}, got {values.dtype}: "
-        f"convert it with {name}.astype('{wanted}')"
+        f"convert it with {name}.astype('{wanted}'){if_so}"
     )
 
 
@@ -156,7 +175,7 @@ def _check_values(
     path: Path, name: str, values: np.ndarray, array: Array, sizes: Mapping[str, int]
 ) -> None:
     if array.all_differ and len(np.unique(values)) < values.size:
-        raise ValueError(f"{path}: {name}s must differ, got {values.tolist()}")
+        raise ValueError(f"{path}: {name}s must differ, got {reprlib.repr(values.tolist())}")
     if array.least is None or not values.size:
         return
     if values.dtype.kind == "f":
@@ -165,6 +184,8 @@ def _check_values(
         return
     least, most = int(values.min()), int(values.max())
     limit: Any = None if array.limit is None else sizes[array.limit]
+    if most > np.iinfo(np.int64).max:
+        raise ValueError(f"{path}: {name} has an entry of {most}, which is beyond int64")
     if least < array.least or (limit is not None and most >= limit):
         rule = f">= {array.least}" if limit is None else f"from {array.least} to {limit - 1}"
         raise ValueError(f"{path}: {name} must be {rule}, is from {least} to {most}")

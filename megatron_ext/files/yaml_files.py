@@ -1,8 +1,16 @@
-"""Files in YAML that hold a mapping, found by path or by name."""
+"""Files in YAML that hold a mapping, found by path or by name.
+
+A file may be anybody's. YAML can name a part again, and a value can name another one, so that few
+bytes stand for more than any memory holds: what a file would be, written out, is counted before it
+is made.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,8 +18,18 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from megatron_ext.arguments import did_you_mean
+from megatron_ext.files.opening import NotRegularError, read_regular
 
 T = TypeVar("T")
+
+_MOST_BYTES = 1 << 20
+_MOST_NODES = 10_000
+"""Values and names, with what is named again: several times those of any recipe."""
+_MOST_DEPTH = 20
+_MOST_REFERENCES = 16
+"""Places with `${name}`: each may double what it names."""
+_HUGE = re.compile(r"[-+]?(0x[\da-fA-F_]{17,}|0b[01_]{65,}|[\d_:]{19,})")
+"""Whole numbers that no tensor and no file's format can hold."""
 
 
 def find_file(name_or_file: str, folder: Path, what: str) -> Path:
@@ -32,21 +50,90 @@ def find_file(name_or_file: str, folder: Path, what: str) -> Path:
     raise FileNotFoundError(f"no {what} {name_or_file!r}: no such file, and {named}")
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file that holds a mapping.
+def read_yaml(path: Path, *, follow: bool = True) -> dict[str, Any]:
+    """Read a YAML file that holds a mapping, as it stands there: references are not looked up.
+
+    Args:
+        path: The file.
+        follow: Whether it may be a link: see `look_at`.
 
     Raises:
-        ValueError: The file is not YAML, or holds no mapping.
+        ValueError: It cannot be read, is not YAML, holds no mapping, or more than any such file;
+            the message is one line with the line of the fault.
     """
-    from yaml import YAMLError
-
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no readable YAML ({error})") from None
+    text = check_yaml(path, follow=follow)
+    with faults_of(path):
+        content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no mapping")
     return {str(key): value for key, value in content.items()}
+
+
+@contextmanager
+def faults_of(path: Path) -> Iterator[None]:
+    """Turn what OmegaConf and PyYAML raise about a file into a `ValueError` of one line."""
+    from yaml import MarkedYAMLError, YAMLError
+
+    try:
+        yield
+    except NotRegularError:
+        raise
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{path}{where} is no readable YAML: {error.problem}") from None
+    except (OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} is no readable YAML: {' '.join(str(error).split())}") from None
+
+
+def check_yaml(path: Path, *, follow: bool = True) -> str:
+    """Check that a file is YAML which is not larger than the limits above, before it is loaded.
+
+    The arguments are those of `read_yaml`.
+
+    Returns:
+        Its text.
+
+    Raises:
+        ValueError: It is not; see `read_yaml`.
+    """
+    import yaml
+
+    # In C where PyYAML has it: the file is read once more when it is loaded.
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    with faults_of(path):
+        text = read_regular(path, follow=follow, most_bytes=_MOST_BYTES).decode()
+        sizes: dict[str, int] = {}  # Of what has a name, written out.
+        around: list[tuple[str | None, int]] = []  # What is open: its name, and the nodes before.
+        nodes = references = 0
+        for event in yaml.parse(text, loader):
+            problem = None
+            name: str | None = getattr(event, "anchor", None)
+            if isinstance(event, yaml.AliasEvent):
+                problem = None if name in sizes else f"*{name} names nothing above it"
+                nodes += sizes.get(str(name), 0)
+            elif isinstance(event, yaml.NodeEvent):
+                nodes += 1
+                if isinstance(event, yaml.ScalarEvent):
+                    references += event.value.count("${")
+                    if event.implicit[0] and _HUGE.fullmatch(event.value):
+                        problem = f"{event.value[:20]}... is beyond 64 bits"
+                    sizes |= {name: 1} if name else {}
+                else:
+                    around.append((name, nodes - 1))
+            elif isinstance(event, yaml.CollectionEndEvent):
+                name, before = around.pop()
+                sizes |= {name: nodes - before} if name else {}
+            for found, most, what in (
+                (nodes, _MOST_NODES, "values, written out"),
+                (len(around), _MOST_DEPTH, "levels"),
+                (references, _MOST_REFERENCES, "references ${...}"),
+            ):
+                if found > most:
+                    problem = f"it has more than {most} {what}"
+            if problem is not None:
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+    return text
 
 
 def read_into(

@@ -27,7 +27,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_ext.files.opening import names_in, read_regular
+from megatron_ext.config import field_problems
+from megatron_ext.files.json_files import read_json
+from megatron_ext.files.opening import names_in
 from megatron_ext.files.whole import write_whole
 
 if TYPE_CHECKING:  # A program that only reads the files does not import torch.
@@ -62,6 +64,11 @@ class Note(NamedTuple):
     """1-based, as in Megatron: the MoE layer that began last in this stage."""
     microbatch: int | None = None
     """The microbatch of the step in the layer, from 0 on."""
+
+    def is_valid(self) -> bool:
+        """Whether the values, which a file gave, are of their types."""
+        numbers = [self.step, *(each for each in self[2:] if each is not None)]
+        return isinstance(self.stage, str) and all(type(each) is int for each in numbers)
 
     def __str__(self) -> str:
         """Return the note in words, such as `step 149, forward, layer 2`."""
@@ -185,7 +192,7 @@ class Status:
     """The main thread's place in the program: function, file and line."""
     waits: bool = False
     """Whether the main thread waits for other ranks in `line`."""
-    state: str = RUNNING
+    state: str = field(default=RUNNING, metadata={"choices": (RUNNING, DONE, FAILED)})
     reason: str = ""
     """The reason of a failure, in one line."""
 
@@ -301,12 +308,13 @@ def read_statuses(folder: Path) -> list[Status]:
         if not name.endswith(".json"):
             continue
         try:
-            values = json.loads(read_regular(folder / name))
+            values = read_json(folder / name)
             status = Status(**values | {"note": Note(*values["note"])})
-            if status_path(folder, status.rank).name == name:  # Else two could say one rank's.
-                statuses.append(status)
         except (OSError, ValueError, TypeError, KeyError):
             continue  # A torn file, or a file of another version.
+        is_whole = not field_problems(Status, status) and status.note.is_valid()
+        if is_whole and status_path(folder, status.rank).name == name:  # Else two could say one's.
+            statuses.append(status)
     return statuses
 
 

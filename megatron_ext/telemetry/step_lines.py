@@ -6,7 +6,6 @@ from a checkpoint drops the lines of later steps.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.files.json_files import json_text
+from megatron_ext.files.json_files import json_text, parse_object
 from megatron_ext.files.opening import open_own, whole_lines
 from megatron_ext.files.whole import write_whole
 
@@ -83,10 +82,8 @@ def _line(values: Mapping[str, Any]) -> str:
 
 
 def _read_line(where: str, line: str) -> dict[str, Any]:
-    try:
-        values = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: no JSON ({error})") from None
-    if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+    values = parse_object(line, where)
+    step = values.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ValueError(f"{where}: not the metrics of a step")
     return {name: math.nan if value is None else value for name, value in values.items()}

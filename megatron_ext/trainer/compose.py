@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -27,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_ext.arguments import WRONG_USAGE, did_you_mean
 from megatron_ext.config import BalanceConfig, ConfigError, Section, wrong_value
 from megatron_ext.files.recipes import recipe_names, shipped_recipes
+from megatron_ext.files.yaml_files import check_yaml, faults_of, read_yaml
 from megatron_ext.trainer.config import MEGATRON_NAMES, DataConfig, TrainConfig
 
 SCHEMA = "train"
@@ -133,10 +136,13 @@ def load_config(
     config_name = config_name or SCHEMA
     if config_name != SCHEMA:
         _check_recipe(config_name, folder)
-    Plugins.instance().register(_ShippedRecipes)
+    for plugin in _Recipes, _Folders:
+        Plugins.instance().register(plugin)
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
             composed = compose(config_name, list(overrides))
+        if OmegaConf.get_type(composed) is not TrainConfig:
+            raise ConfigError([f"{config_name}.yaml must have {SCHEMA} first in its defaults"])
         _limit(composed, overrides)
         if config_name != SCHEMA and not composed.recipe:
             composed.recipe = config_name
@@ -162,19 +168,29 @@ def load_config(
         raise
     except ValueError as error:  # A section's, about its own values.
         raise ConfigError([str(error)]) from None
-    if not isinstance(config, TrainConfig):
-        raise ConfigError([f"{config_name}.yaml must have {SCHEMA} first in its defaults"])
+    assert isinstance(config, TrainConfig)
     if problems or of_balance:
         raise ConfigError(problems + config.problems() + of_balance)
     return config
 
 
 def _check_recipe(name: str, folder: Path) -> None:
-    """Check that there is a recipe, in a folder or in the package; the error lists them."""
+    """Check that there is a recipe, in a folder or in the package; the error lists them.
+
+    And that it has defaults at all, without which Hydra says things about single settings.
+    """
     found = {each: recipe_names(each) for each in (folder, shipped_recipes())}
     known = [each for names in found.values() for each in names]
-    if name.removesuffix(".yaml") in known:
-        return
+    stem = name.removesuffix(".yaml")
+    for each, names in found.items():
+        if stem in names:
+            path = each / f"{stem}.yaml"
+            try:
+                if "defaults" not in read_yaml(path):
+                    raise ValueError(f"{path}: `defaults: [{SCHEMA}, _self_]` is missing")
+            except ValueError as error:
+                raise ConfigError([str(error)]) from None
+            return
     there = "; ".join(f"{each} has {', '.join(names) or 'none'}" for each, names in found.items())
     raise ConfigError(
         [f"--config-name ({name}): no such recipe: {there}{did_you_mean(name, known)}"]
@@ -191,12 +207,36 @@ def _given_twice(overrides: Sequence[str]) -> list[str]:
     return [f"{name} is given twice: {', '.join(two)}" for name, two in chosen.items() if two[1:]]
 
 
-class _ShippedRecipes(SearchPathPlugin):
-    """Lets Hydra look for recipes and groups in the package, after the folder of --config-dir."""
+class _Recipes(FileConfigSource):
+    """A folder of recipes, of which Hydra loads no file that is not checked."""
+
+    @staticmethod
+    def scheme() -> str:
+        """See `ConfigSource`."""
+        return "recipes"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """See `ConfigSource`.
+
+        Raises:
+            ValueError: See `read_yaml`.
+        """
+        path = Path(self.path, self._normalize_file_name(config_path))
+        if path.exists():
+            check_yaml(path)
+        with faults_of(path):
+            return super().load_config(config_path)
+
+
+class _Folders(SearchPathPlugin):
+    """Lets Hydra look for recipes in the folder of --config-dir, and then in the package."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """See `SearchPathPlugin`."""
-        search_path.append("megatron_ext", f"file://{shipped_recipes()}")
+        search_path.append("megatron_ext", str(shipped_recipes()))
+        for element in search_path.get_path():
+            if element.provider in ("main", "megatron_ext"):
+                element.path = f"{_Recipes.scheme()}://{element.path.removeprefix('file://')}"
 
 
 def _limit(composed: DictConfig, overrides: Sequence[str]) -> None:
@@ -256,6 +296,11 @@ def _hydra_problem(error: Exception) -> str:
             near = near.replace("mean ", "mean --config-name ")
             return f"{word}: a setting is written name=value{near}"
         return f"{word}: no value can be read here ({_first_line(said)}); quotes make it text"
+    if found := re.match(r"In '(.*)': \w+ raised while composing config:\n(.*)", said):
+        name = re.search(r"^\s*full_key: (\S+)", said, re.MULTILINE)
+        if name and found[2].startswith("Key "):
+            return f"{found[1]}.yaml: {_unknown_setting(name[1], name[1])}"
+        return f"{found[1]}.yaml: {f'{name[1]}: ' if name else ''}{found[2]}"
     parts = [_first_line(str(part)) for part in (error, error.__cause__) if part]
     return ": ".join(dict.fromkeys(parts))
 

@@ -190,11 +190,13 @@ class TestManifest:
         content = json.loads(file.read_text())
         content["vocab_size"] = "257"
         content["domains"]["prose"]["tokens"] = 2.5
+        content["domains"]["prose"]["text_bytes"] = -1
         file.write_text(json.dumps(content))
         with pytest.raises(ValueError, match=rf"^{file}: vocab_size") as error:
             Manifest.load(tmp_path / "out")
         assert str(error.value).endswith(
-            "vocab_size ('257') must be a whole number; tokens (2.5) must be a whole number"
+            "vocab_size ('257') must be a whole number >= 1; tokens (2.5) must be a whole number "
+            ">= 0; text_bytes (-1) must be >= 0"
         )
 
     def test_missing(self, tmp_path):
@@ -203,7 +205,7 @@ class TestManifest:
 
     @pytest.mark.parametrize(
         "content",
-        ["{", "[]", '{"domains": 1}', '{"domains": {"a": {"prefix": "a"}}}', '{"domains": {}}'],
+        ['{"domains": 1}', '{"domains": {"a": {"prefix": "a"}}}', '{"domains": {}}'],
     )
     def test_not_a_manifest(self, tmp_path, content):
         (tmp_path / "manifest.json").write_text(content)

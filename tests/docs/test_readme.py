@@ -192,6 +192,8 @@ def test_command_is_understood(words, capsys):
     elif words[0] == "python" and words[1].startswith("tests/"):
         for option in options_of(words):
             assert option in (ROOT / words[1]).read_text(), option
+    elif words[:2] == ["python", "-m"] and words[2].startswith("tests."):
+        assert (ROOT / words[2].replace(".", "/") / "__main__.py").is_file()
     elif (ROOT / words[0]).is_file():
         assert os.access(ROOT / words[0], os.X_OK), words[0]
         for option in options_of(words):

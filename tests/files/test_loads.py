@@ -44,7 +44,10 @@ def test_one_load_is_a_batch_of_one(tmp_path):
             r"load must be int64, got float64: .*load\.astype\('int64'\)",
         ),
         ({"load": np.zeros((2, 4), np.int32)}, "load must be int64, got int32"),
-        ({"load": np.full((2, 4), np.nan)}, "load has NaN or infinite entries"),
+        (
+            {"load": np.full((2, 4), np.nan)},
+            "got float64: convert .*, if its entries are whole numbers",
+        ),
         ({"load": np.zeros(4, np.int64)}, r"load must be \[B, R, E\] or \[R, E\]"),
         ({"load": np.zeros((0, 2, 4), np.int64)}, "and not empty"),
         ({"load": np.zeros((4, 2), np.int64)}, r"experts \(2\) must be a multiple of ranks \(4\)"),
@@ -58,7 +61,7 @@ def test_one_load_is_a_batch_of_one(tmp_path):
             {"load": np.zeros((2, 2, 4), np.int64), "layer": np.zeros(2)},
             "layer must be integers, got float64",
         ),
-        ({"load": np.array([[None]])}, "load cannot be read .Object arrays cannot be loaded"),
+        ({"load": np.array([[None]])}, "load must be int64, got object"),
     ],
 )
 def test_wrong_arrays(tmp_path, arrays, message):
@@ -118,7 +121,7 @@ def test_damaged_files(tmp_path):
 def test_what_is_no_array(tmp_path):
     with zipfile.ZipFile(tmp_path / "bytes.npz", "w") as archive:
         archive.writestr("load.npy", b"load")
-    with pytest.raises(ValueError, match=r"bytes\.npz: load is no array"):
+    with pytest.raises(ValueError, match=r"bytes\.npz: load cannot be read"):
         read_loads(tmp_path / "bytes.npz")
 
     header = io.BytesIO()

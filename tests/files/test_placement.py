@@ -49,6 +49,8 @@ def test_written_and_read(tmp_path):
             {"expert_load": RIGHT["expert_load"][:, :3]},
             r"experts \(3\) must be a multiple of ranks \(2\)",
         ),
+        ({"expert_load": RIGHT["expert_load"] - 2}, "expert_load must be >= 0, is from -1 to 7"),
+        ({"layer": np.array([-1, 4])}, "layer must be >= 0, is from -1 to 4"),
         ({"slots": RIGHT["slots"] + np.int32(2)}, "layer 1, rank 0: no expert 4; there are 4"),
         ({"slots": RIGHT["slots"][:, ::-1]}, "layer 1, rank 1: expert 2 is there twice"),
         ({"slots": RIGHT["slots"].repeat(2, 2)}, "layer 1, rank 0: expert 2 is there twice"),

@@ -190,6 +190,28 @@ def options_of(script: str) -> dict[str, str]:
     return dict(found)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("partition", "x\ntouch pwned\n#"), ("account", "a\r"), ("time", "\x1b[31m1:00")),
+        *(("logs", "a\nb"), ("container", "image\n")),
+    ],
+)
+def test_values_that_would_be_lines_of_their_own(
+    option: str,
+    value: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    submit: list[str],
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # Without a Slurm that knows its partitions.
+    status, script, said = run(capsys, *submit, f"--{option}", value, "--dry-run")
+    assert (status, script) == (2, "")
+    assert said.endswith("must be without control characters\n")
+    assert len(said.splitlines()) == 1
+
+
 def test_a_jobs_script(capsys: pytest.CaptureFixture[str], submit: list[str]) -> None:
     """One task a machine, and an array of tasks a rank; words come through the shell as given."""
     submit = [*submit, "checkpoint.every=5"]

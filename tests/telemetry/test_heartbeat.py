@@ -88,9 +88,22 @@ def test_a_process_that_ended_or_another_of_its_number_is_gone(tmp_path: Any) ->
     assert replace(status, host="elsewhere").process == "?"
 
 
-@pytest.mark.parametrize("text", ["", '{"rank": 0', "[1]", '{"rank": 0}', "\0" * 40])
-def test_a_torn_file_is_as_good_as_none(text: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", '{"rank": 0', "[1]", '{"rank": 0}', "\0" * 40, "[" * 100_000),
+        {"state": "unheard of"},
+        {"time": "now"},
+        {"still_s": 10**400},
+        {"note": ["forward", "two"]},
+        {"note": ["forward"] * 9},
+    ],
+)
+def test_a_torn_file_is_as_good_as_none(text: str | dict[str, Any], tmp_path: Any) -> None:
     pulse(tmp_path, rank=1)
+    if isinstance(text, dict):
+        good = json.loads(status_path(tmp_path, 1).read_text())
+        text = json.dumps(good | {"rank": 0} | text)
     status_path(tmp_path, 0).write_text(text)
     (tmp_path / "rank_00007.partial").write_text("")
     assert [status.rank for status in read_statuses(tmp_path)] == [1]

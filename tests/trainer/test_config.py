@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
+from checkpoints_tools.folder import hash_file, write_checksums
 from megatron_ext import BalanceConfig
 from megatron_ext.config import ConfigError, LlepSettings, Section
 from megatron_ext.files.recipes import shipped_recipes
@@ -409,7 +410,7 @@ def test_a_strategy_with_nothing_to_predict_is_named(
     [
         ("file", r"file/metrics\.jsonl cannot be written: .*/file is no folder"),
         ("file/run", r"file/run/metrics\.jsonl cannot be written: .*/file is no folder"),
-        ("broken", r"broken/metrics\.jsonl, line 1: not the metrics of a step"),
+        ("broken", r"broken/metrics\.jsonl, line 1 is no readable JSON: no object"),
     ],
 )
 def test_a_run_directory_that_cannot_be_used(
@@ -433,6 +434,7 @@ def test_checkpoint_of_another_model(
     (folder / "run.json").write_text(json.dumps({"step": 4, "model": {"hidden_size": 64}}))
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     (folder / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
+    write_checksums(folder, {path.name: hash_file(path) for path in folder.iterdir()})
     with pytest.raises(SystemExit) as exit_info:
         main(overrides(data, tmp_path))
     assert exit_info.value.code == 2
@@ -729,3 +731,64 @@ def test_megatrons_names_are_those_of_fields_that_the_sections_decide() -> None:
     for setting in MEGATRON_NAMES.values():
         section, _, name = setting.partition("=")[0].partition(".")
         assert hasattr(getattr(TrainConfig(), section), name)
+
+
+LISTS = "a0: &a0 [x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
+)
+REFERENCES = "megatron:\n" + "".join(f"  b{n}: ${{.b{n + 1}}}${{.b{n + 1}}}\n" for n in range(30))
+GOOD = "defaults: [train, _self_]\nsteps: 8\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"{GOOD}\tx: 1\n", ", line 3 is no readable YAML: found "),
+        (f"{GOOD}steps: 4\n", ", line 3 is no readable YAML: found duplicate key steps"),
+        (
+            f"{GOOD}x: !!python/name:os.system\n",
+            ", line 3 is no readable YAML: could not determine",
+        ),
+        (f"{GOOD}---\nx: 1\n", ", line 3 is no readable YAML: but found another document"),
+        (f"{GOOD}<<: 3\n", ", line 3 is no readable YAML: expected a mapping or list of mappings"),
+        (f"{GOOD}? [1, 2]\n: 3\n", ", line 3 is no readable YAML: found unhashable key"),
+        (f"{GOOD}x: \0\n", " is no readable YAML: unacceptable character #x0000"),
+        (f"{GOOD}x: {'[' * 3000}\n", ", line 3 is no readable YAML: it has more than 20 levels"),
+        (
+            f"{GOOD}{LISTS}",
+            ", line 7 is no readable YAML: it has more than 10000 values, written out",
+        ),
+        (f"{GOOD}{REFERENCES}", ", line 12 is no readable YAML: it has more than 16 references"),
+        (f"{GOOD}x: &x\n  y: *x\n", ", line 4 is no readable YAML: *x names nothing above it"),
+        (f"{GOOD}x: 0x{'f' * 5000}\n", "... is beyond 64 bits"),
+        (f"{GOOD}#{'x' * 2**20}\n", " is no readable YAML: it has more than 1048576 bytes"),
+        ("steps: 8\n", ": `defaults: [train, _self_]` is missing"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_a_recipe_with_a_slip(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(config_dir=str(tmp_path), config_name="my")
+    (problem,) = error.value.problems
+    assert problem.startswith(str(tmp_path / "my.yaml"))
+    assert said in problem
+    assert len(problem) < 300
+    if "defaults" in text:  # A group is read by Hydra as well.
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "mine.yaml").write_text(text.replace("defaults: [train, _self_]", ""))
+        (tmp_path / "my.yaml").write_text("defaults: [train, {model: mine}, _self_]\n")
+        with pytest.raises(ConfigError) as error:
+            load_config(config_dir=str(tmp_path), config_name="my")
+        assert error.value.problems[0].startswith(str(tmp_path / "model" / "mine.yaml"))
+
+
+def test_a_recipe_with_a_wrong_setting_names_it(tmp_path: Path) -> None:
+    for line, said in (
+        ("data: {sequence_lenght: 8}", "data.sequence_lenght: there is no setting of this name; "),
+        ("steps: many", "steps: Value 'many' of type 'str' could not be converted to Integer"),
+    ):
+        (tmp_path / "my.yaml").write_text(f"defaults: [train, _self_]\n{line}\n")
+        with pytest.raises(ConfigError) as error:
+            load_config(config_dir=str(tmp_path), config_name="my")
+        assert error.value.problems[0].startswith(f"my.yaml: {said}")

@@ -11,7 +11,6 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import json
 import logging
 import platform
 import sys
@@ -21,6 +20,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from megatron_ext.files.json_files import read_json
 
 INSTALL = "pip install 'megatron-ext[hf]', then pip install --no-deps megatron-bridge==0.6.2"
 
@@ -44,10 +45,7 @@ def check_source(folder: Path) -> None:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is no Hugging Face model: it has no config.json")
-    try:
-        json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is cut off or damaged ({error})") from None
+    read_json(path, follow=True)
 
 
 @cache

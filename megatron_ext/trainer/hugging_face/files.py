@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints_tools.folder import sync
-from megatron_ext.files.opening import look_at, open_regular, read_regular
+from megatron_ext.files.json_files import read_json
+from megatron_ext.files.opening import look_at, open_regular
 
 _CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
@@ -155,7 +156,7 @@ class HubWriter:
     def _say_dtype(self) -> None:
         """Let the configuration say how the tensors are written: in one dtype, never in FP8."""
         path = self._folder / _CONFIG
-        config = json.loads(path.read_text())
+        config = read_json(path)
         (dtype, _), *_ = self._dtypes.most_common(1)
         name = "torch_dtype" if "torch_dtype" in config else "dtype"
         said = {key: value for key, value in config.items() if key != "quantization_config"}
@@ -177,8 +178,9 @@ def _files(folder: Path) -> dict[str, str]:
     path = folder / _INDEX
     if not path.exists():
         return {}
+    index = read_json(path, follow=True)
     try:
-        files: dict[str, str] = json.loads(read_regular(path, follow=True))["weight_map"]
+        files: dict[str, str] = index["weight_map"]
         for file in files.values():
             if Path(file).name != file:
                 raise ValueError(f"{file} is not the name of a file")

@@ -6,21 +6,19 @@ is a folder that holds nothing of a run.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import yaml
-
-from megatron_ext.files.opening import is_regular, read_regular
+from megatron_ext.files.json_files import read_json
+from megatron_ext.files.opening import is_regular
 from megatron_ext.files.run_dir import ABOUT_FILE, CONFIG_FILE, LAYERS_FILE, METRICS_FILE
+from megatron_ext.files.yaml_files import read_yaml
 from megatron_ext.telemetry.step_lines import read_lines
 from megatron_ext.trainer.reports.layers import LayerLines, Layers
 
@@ -31,9 +29,6 @@ SHOWN = ("loss", "imbalance_before", "imbalance_after", "step_ms", "tokens_per_s
 """The metrics of a step that a report shows."""
 
 _FILES = (METRICS_FILE, CONFIG_FILE, LAYERS_FILE, ABOUT_FILE)
-
-_MOST_SETTINGS = 2000
-"""Settings that a configuration may have: many times those of any run."""
 
 _SETTING = r"\+*[\w./@]+="
 _BETWEEN_SETTINGS = rf",(?={_SETTING})"
@@ -117,10 +112,7 @@ def number(value: Any) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    try:
-        return float(value) if math.isfinite(value) else math.nan
-    except OverflowError:  # An integer of hundreds of digits.
-        return math.nan
+    return float(value) if math.isfinite(value) else math.nan
 
 
 def _read_run(folder: Path) -> Run:
@@ -152,37 +144,16 @@ def _read_run(folder: Path) -> Run:
     return Run(
         metrics,
         layer_lines.layers(),
-        _settings(folder / CONFIG_FILE) if folder / CONFIG_FILE in there else {},
-        _about(folder / ABOUT_FILE) if folder / ABOUT_FILE in there else {},
+        dict(_flat(read_yaml(folder / CONFIG_FILE, follow=False)))
+        if folder / CONFIG_FILE in there
+        else {},
+        read_json(folder / ABOUT_FILE) if folder / ABOUT_FILE in there else {},
         missing,
     )
 
 
-def _about(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(read_regular(file))
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} is no readable JSON with machine and versions")
-    return found
-
-
-def _settings(file: Path) -> dict[str, str]:
-    """Settings of a run that may be anybody's: what stands there, with nothing looked up for it.
-
-    YAML can hold more, written out, than any memory does: values are cut, names are counted.
-    """
-    try:
-        flat = list(islice(_flat(yaml.safe_load(read_regular(file))), _MOST_SETTINGS + 1))
-    except (yaml.YAMLError, AttributeError, ValueError, RecursionError):
-        raise ValueError(f"{file} is no readable YAML with settings") from None
-    if len(flat) > _MOST_SETTINGS:
-        raise ValueError(f"{file} holds more than {_MOST_SETTINGS} settings")
-    return dict(flat)
-
-
 def _flat(settings: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield settings by their whole names, with long values cut."""
     for key, value in settings.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")

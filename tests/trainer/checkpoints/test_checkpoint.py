@@ -6,6 +6,7 @@ what is killed is a process of its own.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -82,6 +83,20 @@ def _empty(file: Path) -> None:
     file.write_bytes(b"")
 
 
+def _uncover(checksums: Path) -> None:
+    """Take a shard's checksum away."""
+    content = json.loads(checksums.read_text())
+    del content["files"]["__1_0.distcp"]
+    checksums.write_text(json.dumps(content))
+
+
+def _reach_out(checksums: Path) -> None:
+    content = checksums.read_text()
+    checksums.write_text(content.replace("__1_0.distcp", "../../config.yaml"))
+
+
+NO_CHECKSUM = "is not covered: checksums.json has no checksum of it"
+
 DAMAGES = {
     "a cut shard": ("__1_0.distcp", _cut, r"__1_0\.distcp has \d+ bytes, not \d+"),
     "a lost shard": ("__1_0.distcp", Path.unlink, r"__1_0\.distcp is missing"),
@@ -92,7 +107,20 @@ DAMAGES = {
     "an empty run.json": ("run.json", _empty, r"run\.json is empty"),
     "a torn run.json": ("run.json", _cut, r"run\.json has \d+ bytes, not \d+"),
     "a lost run.json": ("run.json", Path.unlink, r"run\.json is missing"),
-    "torn checksums": ("checksums.json", _cut, r"checksums\.json is cut off or damaged .*"),
+    "torn checksums": ("checksums.json", _cut, r"checksums\.json is no readable JSON: .*"),
+    "no checksum of a shard": ("checksums.json", _uncover, rf"__1_0\.distcp {NO_CHECKSUM}"),
+    "a foreign file": ("more.pt", lambda file: file.write_text("x"), rf"more\.pt {NO_CHECKSUM}"),
+    "lost checksums": ("checksums.json", Path.unlink, r"checksums\.json is missing"),
+    "a checksum of another folder's file": (
+        "checksums.json",
+        _reach_out,
+        r"checksums\.json names a file outside of its folder: '\.\./\.\./config\.yaml'",
+    ),
+    "brackets in run.json": (
+        "run.json",
+        lambda file: file.write_text("[" * file.stat().st_size),
+        r"run\.json is no readable JSON: .*",
+    ),
     "empty checksums": ("checksums.json", _empty, r"checksums\.json is empty"),
 }
 
@@ -118,9 +146,10 @@ def test_a_damaged_file_is_named_before_ranks_start(
 
 @pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata"])
 def test_damage_without_checksums(name: str, stopped_run: Callable[[], Path]) -> None:
-    """As before there were any, and as Megatron saves: by the table of contents."""
+    """As Megatron-LM saves: by the table of contents."""
     folder = stopped_run() / "checkpoints" / NEWEST
-    (folder / "checksums.json").unlink()
+    for ours in ("checksums.json", "run.json"):
+        (folder / ours).unlink()
     assert find_damage(folder) == []
     _cut(folder / name)
     (problem,) = find_damage(folder)
@@ -204,9 +233,17 @@ def test_verify_says_which_files_were_changed(
     status, said, _ = run_command(capsys, "checkpoint", "verify", newest)
     assert (status, said) == (1, f"{newest}: __0_0.distcp is missing\n")
     older = run_dir / "checkpoints" / OLDER
-    (older / "checksums.json").unlink()
+    _uncover(older / "checksums.json")
+    _flip(older / "__1_0.distcp")
     status, said, _ = run_command(capsys, "checkpoint", "verify", older)
-    assert (status, said.partition(";")[0]) == (0, f"{older}: has no checksums")
+    assert (status, said) == (1, f"{older}: __1_0.distcp {NO_CHECKSUM}\n")
+    for ours in ("checksums.json", "run.json"):
+        (older / ours).unlink()
+    status, said, _ = run_command(capsys, "checkpoint", "verify", older)
+    assert (status, said.partition(":")[2].partition(":")[0]) == (
+        0,
+        " of another program, without checksums",
+    )
 
 
 # Checkpoints that cannot be written.

@@ -10,7 +10,6 @@ import io
 import os
 import pickle
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -179,20 +178,21 @@ def test_a_table_names_files_of_its_own_folder(name: object, tmp_path: Path) -> 
         read_table(tmp_path / ".metadata")
 
 
-def test_a_moved_checkpoint_keeps_its_checksums(
+def test_experts_of_a_changed_checkpoint_are_not_moved(
     stopped_run: Callable[[], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was damaged before experts moved is still noticed after."""
+    """New checksums would hide what was damaged before."""
     folders = stopped_run() / "checkpoints"
     write_layout(tmp_path / "layout.npz", {1: np.array([1, 0, 3, 2])})
-    for name, status in ((OLDER, 0), (NEWEST, 1)):
-        if status:
-            shard = folders / NEWEST / "__1_0.distcp"
-            content = bytearray(shard.read_bytes())
-            content[len(content) // 2] ^= 1
-            shard.write_bytes(content)
-        out = tmp_path / name
-        words = [folders / name, tmp_path / "layout.npz", "--out", out]
-        assert run_command(capsys, "checkpoint", "relayout", *words)[0] == 0
-        assert run_command(capsys, "checkpoint", "verify", out)[0] == status
-        shutil.rmtree(out)
+    words = ["checkpoint", "relayout", folders / OLDER, tmp_path / "layout.npz", "--out"]
+    assert run_command(capsys, *words, tmp_path / "whole")[0] == 0
+    assert run_command(capsys, "checkpoint", "verify", tmp_path / "whole")[0] == 0
+    for name in ("__1_0.distcp", ".metadata"):
+        file = folders / OLDER / name
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        status, out, err = run_command(capsys, *words, tmp_path / "out")
+        assert (status, out) == (2, "")
+        assert f"{folders / OLDER}: {name} was changed: its checksum is another" in err
+    assert not list(tmp_path.glob(".out*")) + list(tmp_path.glob("out"))

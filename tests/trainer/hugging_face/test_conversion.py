@@ -113,7 +113,7 @@ WRONG = {
     "a lost shard": r"/hub/model-00002-of-00002\.safetensors is missing",
     "a missing tensor": r"/hub lacks the tensor model\.norm\.weight",
     "an index that leads outside": r"/hub/.*index\.json is damaged: \.\./elsewhere.*",
-    "a damaged configuration": r"/hub/config\.json is cut off or damaged \(.*\)",
+    "a damaged configuration": r"/hub/config\.json is no readable JSON: .*",
     "no configuration": r"/hub is no Hugging Face model: it has no config\.json",
     "a family that nobody knows": r"/hub/config\.json: .* model type `new` .*",
     "another size": r"/hub: .*experts\.0\.gate_proj.* have 4,096 numbers, .* has 6,144",
