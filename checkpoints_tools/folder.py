@@ -154,7 +154,7 @@ def sync(path: Path) -> None:
 def find_damage(folder: Path) -> list[str]:
     """Return what is missing, empty, cut off, unreadable or without a checksum.
 
-    Contents are not compared.
+    Contents are not compared, but those of the small files that say what there is.
     """
     try:
         checksums = read_checksums(folder)
@@ -168,6 +168,9 @@ def find_damage(folder: Path) -> list[str]:
     damage = [problem for name, size in sizes.items() if (problem := _damage(folder / name, size))]
     if damage:
         return damage
+    small = (KIND_FILE, TABLE_FILE, RUN_FILE)  # What is read here.
+    if changes := find_changes(folder, [name for name in small if name in recorded]):
+        return changes
     try:
         kind = _read_json(folder / KIND_FILE)
         if (folder / RUN_FILE).exists():

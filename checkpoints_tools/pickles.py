@@ -56,24 +56,36 @@ def read_table(file: Path) -> Any:
         ForeignClassError: It names a class that a table does not need.
         ValueError: It is cut off or damaged.
     """
-    from torch.distributed.checkpoint.metadata import Metadata
-
     with open_regular(file, follow=True) as stream:
         try:
             table = _TableUnpickler(stream).load()
+            _check_places(table)
         except ForeignClassError as error:
             raise ForeignClassError(f"{file.name} {error}") from None
         # A damaged pickle can call its classes with anything, so anything can be raised.
         except Exception as error:
             raise ValueError(f"{file.name} is cut off or damaged ({_one_line(error)})") from error
-    if not isinstance(table, Metadata) or not isinstance(table.storage_data, dict):
-        raise ValueError(f"{file.name} is no table of contents of a checkpoint")
     for stored in table.storage_data.values():
         name = getattr(stored, "relative_path", None)
         # Else a stranger's table could have any file of this machine read.
         if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
             raise ValueError(f"{file.name} names a file outside of its folder: {name!r}")
     return table
+
+
+def _check_places(table: Any) -> None:
+    """Check the types of what every reader of a table uses; anything can be raised."""
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    if not isinstance(table, Metadata):
+        raise ValueError("it is no table of contents")
+    for index, stored in table.storage_data.items():
+        if not isinstance(index.fqn, str) or min(stored.offset + 0, stored.length + 0) < 0:
+            raise ValueError(f"it has no place of {index.fqn!r}")
+    for key, entry in table.state_dict_metadata.items():
+        for sizes in (getattr(entry, "size", ()), *(c.sizes for c in getattr(entry, "chunks", ()))):
+            if not isinstance(key, str) or min(sizes, default=0) < 0:
+                raise ValueError(f"it has no sizes of {key!r}")
 
 
 def read_object(stream: BinaryIO) -> Any:

@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import os
+import pickle
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from checkpoints_tools import (
     CheckpointContents,
@@ -53,6 +56,15 @@ def saved(tmp_path_factory):
 def test_a_damaged_table_of_contents(tmp_path, content):
     (tmp_path / "metadata.json").write_text("{}")
     (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(ValueError, match=r"\.metadata is cut off or damaged"):
+        read_contents(tmp_path)
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, None), (-1, 4), (0, "4")])
+def test_places_of_another_type(tmp_path, offset, length):
+    """As a flipped bit of a table makes them."""
+    table = Metadata({}, storage_data={MetadataIndex("a"): _StorageInfo("x", offset, length)})
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(table))
     with pytest.raises(ValueError, match=r"\.metadata is cut off or damaged"):
         read_contents(tmp_path)
 

@@ -761,7 +761,7 @@ GOOD = "defaults: [train, _self_]\nsteps: 8\n"
         (f"{GOOD}{REFERENCES}", ", line 12 is no readable YAML: it has more than 16 references"),
         (f"{GOOD}x: &x\n  y: *x\n", ", line 4 is no readable YAML: *x names nothing above it"),
         (f"{GOOD}x: 0x{'f' * 5000}\n", "... is beyond 64 bits"),
-        (f"{GOOD}#{'x' * 2**20}\n", " is no readable YAML: it has more than 1048576 bytes"),
+        (f"{GOOD}#{'x' * 2**20}\n", ": more than 1,048,576 bytes"),
         ("steps: 8\n", ": `defaults: [train, _self_]` is missing"),
     ],
     ids=lambda text: text[:30],
