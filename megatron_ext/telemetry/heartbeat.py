@@ -37,8 +37,8 @@ if TYPE_CHECKING:  # A program that only reads the files does not import torch.
 
 STATUS_FOLDER = "status"
 
-RUNNING, DONE, FAILED = "running", "done", "failed"
-"""States of a rank in the rank's file."""
+RUNNING, DONE, FAILED, GAVE_UP = "running", "done", "failed", "gave up"
+"""States of a rank in the rank's file. Its watchdog gives up; the reason is then its verdict."""
 
 START = "start"
 """Stage before the first note, in which the program is imported; it has no time limit."""
@@ -192,7 +192,7 @@ class Status:
     """The main thread's place in the program: function, file and line."""
     waits: bool = False
     """Whether the main thread waits for other ranks in `line`."""
-    state: str = field(default=RUNNING, metadata={"choices": (RUNNING, DONE, FAILED)})
+    state: str = field(default=RUNNING, metadata={"choices": (RUNNING, DONE, FAILED, GAVE_UP)})
     reason: str = ""
     """The reason of a failure, in one line."""
 

@@ -15,6 +15,7 @@ from megatron_ext.telemetry import heartbeat
 from megatron_ext.telemetry.heartbeat import (
     DONE,
     FAILED,
+    GAVE_UP,
     Note,
     Pulse,
     own_status,
@@ -52,11 +53,12 @@ def test_a_file_says_where_its_rank_is(tmp_path: Any) -> None:
     assert read_statuses(tmp_path)[0].state == DONE
 
 
-def test_the_reason_is_one_line(tmp_path: Any) -> None:
+@pytest.mark.parametrize("state", [FAILED, GAVE_UP])
+def test_the_reason_is_one_line(state: str, tmp_path: Any) -> None:
     one = pulse(tmp_path)
-    one.end(FAILED, "ValueError: first\nsecond")
+    one.end(state, "ValueError: first\nsecond")
     (found,) = read_statuses(tmp_path)
-    assert (found.state, found.reason) == (FAILED, "ValueError: first")
+    assert (found.state, found.reason) == (state, "ValueError: first")
 
 
 def test_time_without_a_move_is_counted_in_ticks(

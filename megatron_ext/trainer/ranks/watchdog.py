@@ -25,6 +25,7 @@ from pathlib import Path
 from megatron_ext.telemetry.heartbeat import (
     DONE,
     FAILED,
+    GAVE_UP,
     LOST_BEATS,
     RUNNING,
     START,
@@ -43,9 +44,6 @@ logger = logging.getLogger(__name__)
 
 HANGING = 75
 """Exit status of a rank that ends because it or another hangs: `EX_TEMPFAIL`, try again."""
-
-GAVE_UP = "gave up"
-"""State of a rank that its watchdog ended; the reason is its verdict."""
 
 STACKS_SIGNAL = signal.SIGUSR2
 """Asks a rank for the Python stacks of its threads."""

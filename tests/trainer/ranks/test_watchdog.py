@@ -22,6 +22,7 @@ from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.telemetry.heartbeat import (
     DONE,
     FAILED,
+    GAVE_UP,
     STATUS_FOLDER,
     Note,
     Status,
@@ -30,7 +31,7 @@ from megatron_ext.telemetry.heartbeat import (
 )
 from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.logs.run_log import read_metrics
-from megatron_ext.trainer.ranks.watchdog import GAVE_UP, HANGING, ended, judge, told, watch_over
+from megatron_ext.trainer.ranks.watchdog import HANGING, ended, judge, told, watch_over
 from tests.ranks import run_ranks
 from tests.trainer.dataset import overrides
 
