@@ -87,7 +87,12 @@ class QuotaPlanner {
         const Domain<Amount> own = domain(d);
         const DomainBound<HostWarp<int64_t>, Amount> bounds(warp_, own, hottest_first(own, d));
         int64_t bound = bounds.by_receivers();
-        for (int k = 1; k <= ranks_; ++k) bound = bounds.by_senders(k, bound);
+        int64_t load = 0;  // of the k busiest ranks together
+        for (int k = 1; k <= ranks_; ++k) {
+            load += own.home_load[own.busiest_first[k - 1]];
+            if (load / k + (load % k != 0) <= bound) break;  // Nor do more ranks have more each.
+            bound = bounds.by_senders(k, bound);
+        }
         return bound;
     }
 

@@ -281,6 +281,8 @@ template <class TheMemory>
 struct PlannerWarp : DeviceLanes<typename TheMemory::Amount> {
     using Memory = TheMemory;
     using Hosts = FlatHosts<typename TheMemory::Amount>;
+    using Given = FlatGiven;
+    using Paths = FlatPaths<typename TheMemory::Amount>;
 };
 
 // Warp::Memory: where the tries lie. verdicts: [kWarps], which the warps of a block share.

@@ -420,6 +420,9 @@ template <class Amount, int kMostRanks>
 struct CountedMemory;
 template <class Amount>
 class FlatHosts;
+class FlatGiven;
+template <class Amount>
+class FlatPaths;
 
 // In the place of a reference to an entry. Beware of `is_there ? array[i] : 0`, whose type is that
 // of the 0.
@@ -472,6 +475,8 @@ struct CountingWarp {
     using Amount = Value;
     using Memory = CountedMemory<Value, kMostRanks>;
     using Hosts = FlatHosts<Value>;
+    using Given = FlatGiven;
+    using Paths = FlatPaths<Value>;
     static constexpr bool kNarrow = sizeof(Value) == 4;
 
     template <class Function>
@@ -777,14 +782,27 @@ struct CountingWarp {
         vote();
         bool changed = false;
         counted.pause([&] {
-            changed = host_.take_offers(takers,
-                                        first_offer,
-                                        count,
-                                        exchange_of,
-                                        value.uncounted(),
-                                        id.uncounted(),
-                                        scratch.uncounted(),
-                                        words.uncounted());
+            for (int t = 0; t < takers; ++t) {
+                const Offer<Value> first = first_offer(t);
+                const bool is_more = first.value > value[t];
+                scratch[t] = is_more ? first.value : static_cast<Value>(value[t]);
+                if (is_more) id[t] = first.id;
+            }
+            const auto offer = [&](int t, Value offered, int32_t offered_id) {
+                if (offered <= value[t] || offered < scratch[t]) return;
+                if (offered == scratch[t] && offered_id > id[t]) return;
+                scratch[t] = offered;
+                id[t] = offered_id;
+            };
+            for (int i = 0; i < count; ++i) {
+                const Exchange<Value> each = exchange_of(i);
+                offer(each.to, each.forth, 2 * i);
+                offer(each.from, each.back, 2 * i + 1);
+            }
+            for (int t = 0; t < takers; ++t) {
+                changed = changed || scratch[t] > value[t];
+                value[t] = scratch[t];
+            }
         });
         return changed;
     }

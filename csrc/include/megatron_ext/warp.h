@@ -82,7 +82,20 @@ struct HostWarp {
     template <int kMost = 0, class Function>
     Best<Value> best(int count, Function key_of) const {
         Best<Value> best;
-        for (int i = 0; i < count; ++i) {
+        constexpr int kBlock = 16;  // Most blocks have nothing that is better.
+        int first = 0;
+        for (; first + kBlock <= count; first += kBlock) {
+            Value keys[kBlock];
+            Value most = 0;
+            for (int i = 0; i < kBlock; ++i) {
+                keys[i] = key_of(first + i);
+                most = std::max(most, keys[i]);
+            }
+            if (most <= best.key) continue;
+            const auto found = std::find(keys, keys + kBlock, most) - keys;
+            best = {first + static_cast<int>(found), most};
+        }
+        for (int i = first; i < count; ++i) {
             const Value key = key_of(i);
             if (key > best.key) best = {i, key};
         }
@@ -93,13 +106,6 @@ struct HostWarp {
     template <class Function>
     Best<Value> best_of_few(int count, Function key_of) const {
         return best(count, key_of);
-    }
-
-    // The best, and the best without that.
-    template <int kMost = 0, class Function>
-    BestTwo<Value> best_two(int count, Function key_of) const {
-        const Best<Value> first = best(count, key_of);
-        return {first, best(count, [&](int i) { return i == first.index ? 0 : key_of(i); })};
     }
 
     template <class Function>
@@ -123,16 +129,6 @@ struct HostWarp {
         return total;
     }
 
-    // The indices that it is true for, rising, to `list`; returns how many.
-    template <class List, class Function>
-    int gather(int count, List list, Function is_it) const {
-        int found = 0;
-        for (int i = 0; i < count; ++i) {
-            if (is_it(i)) list[found++] = i;
-        }
-        return found;
-    }
-
     // By one lane: the index of the highest of `count` entries from `first` on, which are not
     // negative; the lowest of equals.
     template <class Values>
@@ -154,48 +150,12 @@ struct HostWarp {
     template <int kMost = 0>
     void sort_rising(int count, const Value* keys, int32_t* order) const {
         std::iota(order, order + count, 0);
+        // Those at the end with the highest key are where they belong.
+        const Value most = *std::max_element(keys, keys + count);
+        while (count > 0 && keys[count - 1] == most) --count;
         std::sort(order, order + count, [&](int32_t i, int32_t j) {
             return keys[i] < keys[j] || (keys[i] == keys[j] && i < j);
         });
-    }
-
-    // Take the best offers to each t below `takers`: one is first_offer(t), and two are those of
-    // each i below `count`, exchange_of(i), with the ids 2i (forth) and 2i + 1 (back). Where the
-    // highest is above value[t], it takes its place, and id[t] becomes the lowest id that it came
-    // with. Returns whether there is such a t. `scratch` and `words` are as large as `value`, and
-    // ids below 2^kIndexBits.
-    template <int kMost = 0, class FirstOffer, class ExchangeOf>
-    bool take_offers(int takers,
-                     FirstOffer first_offer,
-                     int count,
-                     ExchangeOf exchange_of,
-                     Value* value,
-                     int32_t* id,
-                     Value* scratch,
-                     int64_t* /*words*/) const {
-        for (int t = 0; t < takers; ++t) {
-            const Offer<Value> first = first_offer(t);
-            const bool is_more = first.value > value[t];
-            scratch[t] = is_more ? first.value : value[t];
-            if (is_more) id[t] = first.id;
-        }
-        const auto offer = [&](int t, Value offered, int32_t offered_id) {
-            if (offered <= value[t] || offered < scratch[t]) return;
-            if (offered == scratch[t] && offered_id > id[t]) return;
-            scratch[t] = offered;
-            id[t] = offered_id;
-        };
-        for (int i = 0; i < count; ++i) {
-            const Exchange<Value> each = exchange_of(i);
-            offer(each.to, each.forth, 2 * i);
-            offer(each.from, each.back, 2 * i + 1);
-        }
-        bool changed = false;
-        for (int t = 0; t < takers; ++t) {
-            changed |= scratch[t] > value[t];
-            value[t] = scratch[t];
-        }
-        return changed;
     }
 
     // Run by one lane.
@@ -271,6 +231,7 @@ struct DeviceLanes : DeviceWarp {
         }
     }
 
+    // The best, and the best without that.
     template <int kMost = 0, class Function>
     __device__ BestTwo<Value> best_two(int count, Function key_of) const {
         if constexpr (kFitsWord<kMost>) {
@@ -468,6 +429,7 @@ struct DeviceLanes : DeviceWarp {
         return total;
     }
 
+    // The indices that it is true for, rising, to `list`; returns how many.
     template <class List, class Function>
     __device__ int gather(int count, List list, Function is_it) const {
         constexpr int kAtOnce = 4;
@@ -543,6 +505,11 @@ struct DeviceLanes : DeviceWarp {
         });
     }
 
+    // Take the best offers to each t below `takers`: one is first_offer(t), and two are those of
+    // each i below `count`, exchange_of(i), with the ids 2i (forth) and 2i + 1 (back). Where the
+    // highest is above value[t], it takes its place, and id[t] becomes the lowest id that it came
+    // with. Returns whether there is such a t. `scratch` and `words` are as large as `value`, and
+    // ids below 2^kIndexBits.
     template <int kMost = 0, class FirstOffer, class ExchangeOf>
     __device__ bool take_offers(int takers,
                                 FirstOffer first_offer,

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "megatron_ext/planner/moves.h"
+#include "megatron_ext/planner/paths.h"
 
 namespace megatron_ext {
 
@@ -19,17 +20,17 @@ class Chain {
     // Move up to `whole` off `rank` along the widest chain; nothing if that is not more than
     // `at_least`.
     MEGATRON_EXT_ONCE_IN_CODE bool move(int rank, Amount whole, Amount at_least) {
-        const auto& at = moves_.at();
         const int ranks = moves_.domain().ranks;
-        moves_.warp().for_each(ranks, [&](int v) { at.width[v] = v == rank ? whole : 0; });
+        paths_.start(moves_, rank, whole);
         moves_.spend(rounds_of(ranks));
         int last = -1;
         Amount carried = at_least;
         MEGATRON_EXT_ROLLED
         for (int step = 0; step < kChainSteps && carried < whole; ++step) {
-            if (!widen()) break;
-            const auto end = moves_.best_rank(
-                [&](int t) -> Amount { return moves_.least(at.width[t], at.room[t]); });
+            const bool is_wider = paths_.widen(moves_);
+            moves_.spend(6 * rounds_of(ranks) + rounds_of(ranks * moves_.domain().slots));
+            if (!is_wider) break;
+            const Best<Amount> end = paths_.end(moves_);
             if (end.key > carried) {
                 last = end.index;
                 carried = end.key;
@@ -52,59 +53,6 @@ class Chain {
     }
 
   private:
-    // A step is the number of a replica, twice, if it grows, plus one if it shrinks; or, above
-    // those, the rank that fills a new replica of its hottest main.
-    MEGATRON_EXT_HOST_DEVICE int first_new() const {
-        return 2 * moves_.domain().ranks * moves_.domain().slots;
-    }
-
-    // Look one step further: what can be carried to each rank from its neighbors of now. Returns
-    // whether any rank is reached by more.
-    MEGATRON_EXT_HOST_DEVICE bool widen() {
-        const auto& at = moves_.at();
-        const auto& warp = moves_.warp();
-        const int ranks = moves_.domain().ranks;
-        const int slots = moves_.domain().slots;
-        const Amount least_new = moves_.least_room();
-        // A rank that is not the first choice of a host is not asked any further.
-        const auto new_from = [&](int v) -> Amount {
-            const Amount carried = moves_.least(at.width[v], at.kept[at.hottest[v]]);
-            return carried < least_new ? 0 : carried;
-        };
-        constexpr int kRanks = Moves<Warp>::kRanks;
-        const auto two = warp.template best_two<kRanks>(ranks, new_from);
-        const auto first = two.first;
-        const auto second = two.second;
-        // Of equal offers the lowest id counts, so a new replica only if none that is there lets as
-        // much through.
-        const auto new_for = [&](int t) -> Offer<Amount> {
-            if (!moves_.can_take(t) || first.index < 0 || first.index == t) return {};
-            if (moves_.find_slot(t, at.hottest[first.index]) < 0) {
-                return {first.key, first_new() + first.index};
-            }
-            if (second.index < 0 || second.index == t ||
-                moves_.find_slot(t, at.hottest[second.index]) >= 0) {
-                return {};
-            }
-            return {second.key, first_new() + second.index};
-        };
-        // What each replica lets through, both ways: it grows from its giver to its holder, or its
-        // holder gives back.
-        const auto by_replica = [&](int i) -> Exchange<Amount> {
-            const int t = moves_.domain().rank_of(i);
-            if (i - t * slots >= at.held[t]) return {};
-            const int v = at.giver[i];
-            return {v,
-                    t,
-                    moves_.least(at.width[v], at.kept[at.expert[i]]),
-                    moves_.least(at.width[t], at.amount[i])};
-        };
-        const bool changed = warp.template take_offers<kRanks>(
-            ranks, new_for, ranks * slots, by_replica, at.width, at.step, at.wider, at.words);
-        moves_.spend(6 * rounds_of(ranks) + rounds_of(ranks * slots));
-        return changed;
-    }
-
     // A step of a chain, taken apart.
     struct Step {
         int from;
@@ -117,8 +65,9 @@ class Chain {
     MEGATRON_EXT_ONCE_IN_CODE Step step_to(int t) const {
         const auto& at = moves_.at();
         const int step = at.step[t];
-        if (step >= first_new()) {
-            const int from = step - first_new();
+        const int first_new = first_new_step(moves_);
+        if (step >= first_new) {
+            const int from = step - first_new;
             return {from, t, at.hottest[from], -1, false};
         }
         const int replica = step / 2;
@@ -187,6 +136,7 @@ class Chain {
     }
 
     Moves<Warp>& moves_;
+    typename Warp::Paths paths_{};
 };
 
 }  // namespace megatron_ext

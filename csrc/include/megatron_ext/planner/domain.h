@@ -60,7 +60,7 @@ MEGATRON_EXT_HOST_DEVICE inline int32_t rounds_of(int count) { return (count + 3
 // Arrays of a try, in memory of the caller.
 template <class Amount>
 struct TryMemory {
-    Array<int64_t> words;     // [D + 8] for Warp's collectives
+    Array<int64_t> words;     // [D + 8] for a device's collectives; see also hosts.h
     Array<Amount> room;       // [D] assignments a rank may still take; below 0 it has to shed some
     Array<Amount> host_room;  // [D] the same of hosts; see hosts.h
     Array<Amount> width;      // [D] what a chain carries to a rank

@@ -32,10 +32,7 @@ class HandOver {
         const int ranks = moves_.domain().ranks;
         const auto& warp = moves_.warp();
         const int slots = moves_.domain().slots;
-        const int count = warp.gather(ranks * slots, at.given, [&](int i) {
-            const int t = moves_.domain().rank_of(i);
-            return i - t * slots < at.held[t] && at.giver[i] == sender;
-        });
+        const int count = moves_.given().gather(moves_, sender, at.given);
         const Amount fewer = at.sends[sender] - 1;
         // One host after the other: by how much more it can send without being the busiest.
         Best<Amount> last{-1, Moves<Warp>::kMost};
@@ -100,6 +97,8 @@ class HandOver {
             }
             at.expert[replica] = main;
             at.giver[replica] = via;
+            moves_.given().remove(sender, replica);
+            moves_.given().add(via, replica);
             at.sends[sender] = fewer;
             at.sends[via] = more;
         });

@@ -2,6 +2,7 @@
 // to find the tightest and the roomiest one, with equal results:
 //   SortedHosts  a list by room, for one thread: to find is little work, to change a rank is more
 //   FlatHosts    an entry a rank, for lanes side by side: all are looked at, nothing is moved
+// SortedHosts keeps the room that a rank is listed with in `words`, by rank.
 // Where hosts are equally roomy, the lower rank is the tighter one. Functions get the Moves that
 // they belong to; where they get an expert, only hosts without a replica of it count.
 #pragma once
@@ -23,10 +24,15 @@ class SortedHosts {
     void list(const Moves& moves, bool rising) {
         const Memory& at = moves.at();
         count_ = 0;
+        most_room_of_others_ = 0;
         for (int i = 0; i < moves.domain().ranks; ++i) {
             const int t = moves.domain().busiest_first[i];
             const Amount room = moves.room_of_host(at.room[t], at.held[t]);
-            if (room == 0) continue;
+            at.words[t] = room;
+            if (room == 0) {
+                most_room_of_others_ = std::max(most_room_of_others_, at.room[t]);
+                continue;
+            }
             const int place = rising ? count_ : place_of(at, room, t);
             open(at, place, count_++);
             put(at, place, room, t);
@@ -35,10 +41,12 @@ class SortedHosts {
 
     // Rank t has room for `room` now, as a host, or 0 if it is none.
     void update(const Memory& at, int t, Amount room) {
-        const int32_t* const found = std::find(at.host, at.host + count_, t);
-        const int from = static_cast<int>(found - at.host);
-        const bool is_listed = from < count_;
+        const auto before = static_cast<Amount>(at.words[t]);
+        const bool is_listed = before > 0;
+        const int from = is_listed ? place_of(at, before, t) : 0;
+        at.words[t] = room;
         if (room == 0) {
+            most_room_of_others_ = std::max(most_room_of_others_, at.room[t]);
             if (is_listed) close(at, from, --count_);
             return;
         }
@@ -85,6 +93,15 @@ class SortedHosts {
         return count_ == 0 ? -1 : at.host[place_of(at, at.host_room[count_ - 1], -1)];
     }
 
+    // Whether any rank, host or not, has more room than that.
+    template <class Moves>
+    bool is_any_roomier(const Moves& moves, Amount than) const {
+        const Memory& at = moves.at();
+        if (count_ > 0 && at.host_room[count_ - 1] > than) return true;
+        return most_room_of_others_ > than &&
+               moves.best_rank([&](int r) -> Amount { return at.room[r]; }).key > than;
+    }
+
     // Of those with less than `most`: two with `whole` together and least, but less than `whole`,
     // left over. Of several pairs the one whose roomier host is the tightest; -1 if there are none.
     // And how many have less than `most`.
@@ -95,8 +112,9 @@ class SortedHosts {
         Pair best;
         best.values = place_of(at, most, -1);
         Amount least_over = whole;
-        int first = best.values;  // that has enough room with the one looked at, or more
-        for (int larger = 0; larger < best.values; ++larger) {
+        const int half = std::min(place_of(at, whole - whole / 2, -1), best.values);
+        int first = half;  // that has enough room with the one looked at, or more
+        for (int larger = half; larger < best.values && least_over > 0; ++larger) {
             const Amount room = at.host_room[larger];
             while (first > 0 && at.host_room[first - 1] >= whole - room) --first;
             if (first >= larger) continue;
@@ -144,6 +162,7 @@ class SortedHosts {
     }
 
     int count_ = 0;
+    Amount most_room_of_others_ = 0;  // that are no hosts; or more
 };
 
 // As SortedHosts, function by function.
@@ -194,6 +213,12 @@ class FlatHosts {
     MEGATRON_EXT_HOST_DEVICE int roomiest(const Moves& moves) const {
         const auto& at = moves.at();
         return moves.best_rank([&](int t) -> Amount { return at.host_room[t]; }).index;
+    }
+
+    template <class Moves>
+    MEGATRON_EXT_HOST_DEVICE bool is_any_roomier(const Moves& moves, Amount than) const {
+        const auto& at = moves.at();
+        return moves.best_rank([&](int r) -> Amount { return at.room[r]; }).key > than;
     }
 
     template <class Moves>

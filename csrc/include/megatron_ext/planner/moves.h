@@ -5,7 +5,9 @@
 #include <limits>
 
 #include "megatron_ext/planner/domain.h"
+#include "megatron_ext/planner/given.h"
 #include "megatron_ext/planner/hosts.h"
+#include "megatron_ext/planner/paths.h"
 #include "megatron_ext/warp.h"
 
 namespace megatron_ext {
@@ -27,10 +29,12 @@ template <class Amount>
 struct HostPlannerWarp : HostWarp<Amount> {
     using Memory = PlacedMemory<Amount>;
     using Hosts = SortedHosts<Amount>;
+    using Given = LinkedGiven;
+    using Paths = SparsePaths<Amount>;
 };
 
 // The state of a try and what may be done to it. `Warp::Memory` says where its arrays are, and
-// `Warp::Hosts` how hosts are found.
+// `Warp::Hosts`, `Warp::Given` and `Warp::Paths` how hosts, a rank's replicas and chains are found.
 template <class Warp>
 class Moves {
   public:
@@ -68,6 +72,7 @@ class Moves {
             at.hottest[r] = keeps_most(r);
         });
         hosts_.list(*this, /*rising=*/coldest == 0);
+        given_.reset(ranks, domain.slots);
         spend(rounds_of(domain.experts()) + 3 * rounds_of(ranks));
     }
 
@@ -109,12 +114,8 @@ class Moves {
 
     // By one lane; returns how many replicas rank t holds then. `kept`: what the main keeps. Reads
     // come first, so that they do not wait for each other behind writes.
-    MEGATRON_EXT_HOST_DEVICE int32_t place_replica(const TryMemory<Amount>& at,
-                                                   int expert,
-                                                   int home,
-                                                   int t,
-                                                   Amount amount,
-                                                   Amount kept) const {
+    MEGATRON_EXT_HOST_DEVICE int32_t place_replica(
+        const TryMemory<Amount>& at, int expert, int home, int t, Amount amount, Amount kept) {
         const int32_t held = at.held[t];
         const int32_t sends = at.sends[home];
         const int k = t * domain().slots + held;
@@ -124,6 +125,7 @@ class Moves {
         at.expert[k] = expert;
         at.giver[k] = home;
         at.amount[k] = amount;
+        given_.add(home, k);
         return held + 1;
     }
 
@@ -134,6 +136,7 @@ class Moves {
         if (at.amount[k] > 0) return;
         --at.sends[at.giver[k]];
         const int last = t * domain().slots + --at.held[t];
+        given_.drop(at, k, last);
         at.expert[k] = at.expert[last];
         at.giver[k] = at.giver[last];
         at.amount[k] = at.amount[last];
@@ -197,9 +200,9 @@ class Moves {
         return best_rank([&](int r) -> Amount { return -at.room[r]; });
     }
 
-    MEGATRON_EXT_HOST_DEVICE Best<Amount> roomiest() const {
-        const auto& at = this->at();
-        return best_rank([&](int r) -> Amount { return at.room[r]; });
+    // Whether any rank has more room than that.
+    MEGATRON_EXT_HOST_DEVICE bool is_any_roomier(Amount than) const {
+        return hosts_.is_any_roomier(*this, than);
     }
 
     MEGATRON_EXT_HOST_DEVICE bool can_take(int t) const { return at().held[t] < domain().slots; }
@@ -260,6 +263,8 @@ class Moves {
     // The arrays.
     MEGATRON_EXT_HOST_DEVICE decltype(auto) at() const { return memory_.arrays(); }
     MEGATRON_EXT_HOST_DEVICE const Warp& warp() const { return warp_; }
+    MEGATRON_EXT_HOST_DEVICE typename Warp::Given& given() { return given_; }
+    MEGATRON_EXT_HOST_DEVICE const typename Warp::Given& given() const { return given_; }
 
   private:
     // As main_for, where the hottest main is on rank t.
@@ -279,6 +284,7 @@ class Moves {
     const bool may_stop_;
     int32_t work_ = 0;
     typename Warp::Hosts hosts_{};
+    typename Warp::Given given_{};
 };
 
 }  // namespace megatron_ext

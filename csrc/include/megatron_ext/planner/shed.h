@@ -44,7 +44,7 @@ class Shedding {
                 // The largest piece, unless a chain carries more.
                 host = host_of_largest_piece(hot, whole);
                 piece = host < 0 ? 0 : moves_.least(moves_.least(hot.key, at.room[host]), whole);
-                const bool is_moved = piece < whole && moves_.roomiest().key > piece &&
+                const bool is_moved = piece < whole && moves_.is_any_roomier(piece) &&
                                       chain_.move(rank, whole, piece);
                 if (is_moved || host < 0) {
                     if (!is_moved && !swap(rank, whole)) return false;

@@ -1,0 +1,224 @@
+// How much a chain can carry to each rank, and by which last step, found one step further at a
+// time. Two ways, with equal results:
+//   SparsePaths  looks on from ranks that were just reached by more, for one thread
+//   FlatPaths    looks at all ranks and replicas, for lanes side by side
+// `Memory::width` has what can be carried, `step` the last step. A step is the number of a replica,
+// twice, if it grows, plus one if it shrinks; or, above those, the rank that fills a new replica of
+// its hottest main. Of equal offers to a rank the lowest step counts, so a new replica only if none
+// that is there lets as much through.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "megatron_ext/planner/domain.h"
+#include "megatron_ext/warp.h"
+
+namespace megatron_ext {
+
+template <class Moves>
+MEGATRON_EXT_HOST_DEVICE int first_new_step(const Moves& moves) {
+    return 2 * moves.domain().ranks * moves.domain().slots;
+}
+
+template <class Amount>
+class SparsePaths {
+    using Memory = TryMemory<Amount>;
+
+  public:
+    // Nothing can be carried yet, but `whole` from `rank` on.
+    template <class Moves>
+    void start(const Moves& moves, int rank, Amount whole) {
+        const Memory& at = moves.at();
+        const int ranks = moves.domain().ranks;
+        std::fill_n(at.width, ranks, Amount{0});
+        std::fill_n(at.wider, ranks, Amount{0});
+        at.width[rank] = whole;
+        changed_.resize(ranks);
+        next_.resize(ranks);
+        id_.resize(ranks);
+        changed_[0] = rank;
+        count_ = 1;
+        first_ = second_ = {};
+    }
+
+    // Look one step further; whether any rank is reached by more. A rank that was not reached by
+    // more in the step before has nothing to offer that it did not offer then.
+    template <class Moves>
+    bool widen(const Moves& moves) {
+        const Memory& at = moves.at();
+        const bool other_givers = choose_givers(moves);
+        next_count_ = 0;
+        for (int c = 0; c < count_; ++c) {
+            const int v = changed_[c];
+            const Amount width = at.width[v];
+            const int slots = moves.domain().slots;
+            for (int i = v * slots; i < v * slots + at.held[v]; ++i) {
+                const int home = at.giver[i];
+                if (at.width[home] < width) {
+                    offer(at, home, std::min(width, at.amount[i]), 2 * i + 1);
+                }
+            }
+            for (int i = moves.given().first(v); i >= 0; i = moves.given().next(i)) {
+                const int t = moves.domain().rank_of(i);
+                if (at.width[t] < width) {
+                    offer(at, t, std::min(width, at.kept[at.expert[i]]), 2 * i);
+                }
+            }
+        }
+        if (other_givers) offer_new(moves);
+        for (int i = 0; i < next_count_; ++i) {
+            const int t = next_[i];
+            at.width[t] = at.wider[t];
+            at.wider[t] = 0;
+            at.step[t] = id_[t];
+        }
+        changed_.swap(next_);
+        count_ = next_count_;
+        return count_ > 0;
+    }
+
+    // The rank with room for most of what can be carried to it, if that is more than before.
+    template <class Moves>
+    Best<Amount> end(const Moves& moves) const {
+        const Memory& at = moves.at();
+        Best<Amount> end;
+        for (int c = 0; c < count_; ++c) {
+            const int t = changed_[c];
+            const Best<Amount> own{t, std::min(at.width[t], at.room[t])};
+            if (own.key > 0 && is_above(own, end)) end = own;
+        }
+        return end;
+    }
+
+  private:
+    static bool is_above(const Best<Amount>& a, const Best<Amount>& b) {
+        return a.key > b.key || (a.key == b.key && a.index < b.index);
+    }
+
+    // The two ranks that can fill a new replica with most; whether they, or what they can, changed.
+    template <class Moves>
+    bool choose_givers(const Moves& moves) {
+        const Memory& at = moves.at();
+        const Amount least = moves.least_room();
+        bool is_changed = false;
+        for (int c = 0; c < count_; ++c) {
+            const int v = changed_[c];
+            if (at.width[v] < least || at.width[v] < second_.key) continue;
+            const Best<Amount> own{v, std::min(at.width[v], at.kept[at.hottest[v]])};
+            if (own.key < least) continue;
+            if (v == first_.index) {
+                first_.key = own.key;
+            } else if (is_above(own, first_)) {
+                second_ = first_;
+                first_ = own;
+            } else if (v == second_.index || is_above(own, second_)) {
+                second_ = own;
+            } else {
+                continue;
+            }
+            is_changed = true;
+        }
+        return is_changed;
+    }
+
+    template <class Moves>
+    void offer_new(const Moves& moves) {
+        const Memory& at = moves.at();
+        const int steps = first_new_step(moves);
+        const auto may_give = [&](const Best<Amount>& giver, int t) {
+            return giver.index != t && giver.index >= 0 &&
+                   moves.find_slot(t, at.hottest[giver.index]) < 0;
+        };
+        for (int t = 0; t < moves.domain().ranks; ++t) {
+            if (at.width[t] >= first_.key || !moves.can_take(t) || t == first_.index) continue;
+            if (may_give(first_, t)) {
+                offer(at, t, first_.key, steps + first_.index);
+            } else if (may_give(second_, t)) {
+                offer(at, t, second_.key, steps + second_.index);
+            }
+        }
+    }
+
+    void offer(const Memory& at, int t, Amount value, int id) {
+        if (value <= at.width[t] || value < at.wider[t]) return;
+        if (value == at.wider[t]) {
+            id_[t] = std::min(id_[t], id);
+            return;
+        }
+        if (at.wider[t] == 0) next_[next_count_++] = t;
+        at.wider[t] = value;
+        id_[t] = id;
+    }
+
+    std::vector<int> changed_;  // ranks that were reached by more in the last step
+    std::vector<int> next_;     // the same of the step that is looked at
+    int count_ = 0;
+    int next_count_ = 0;
+    std::vector<int> id_;  // of the step to each of those
+    Best<Amount> first_;
+    Best<Amount> second_;
+};
+
+template <class Amount>
+class FlatPaths {
+  public:
+    template <class Moves>
+    MEGATRON_EXT_HOST_DEVICE void start(const Moves& moves, int rank, Amount whole) {
+        const auto& at = moves.at();
+        moves.warp().for_each(moves.domain().ranks,
+                              [&](int v) { at.width[v] = v == rank ? whole : 0; });
+    }
+
+    template <class Moves>
+    MEGATRON_EXT_HOST_DEVICE bool widen(const Moves& moves) {
+        const auto& at = moves.at();
+        const auto& warp = moves.warp();
+        const int ranks = moves.domain().ranks;
+        const int slots = moves.domain().slots;
+        const Amount least_new = moves.least_room();
+        // A rank that is not the first choice of a host is not asked any further.
+        const auto new_from = [&](int v) -> Amount {
+            const Amount carried = moves.least(at.width[v], at.kept[at.hottest[v]]);
+            return carried < least_new ? 0 : carried;
+        };
+        constexpr int kRanks = Moves::kRanks;
+        const auto two = warp.template best_two<kRanks>(ranks, new_from);
+        const auto first = two.first;
+        const auto second = two.second;
+        const auto new_for = [&](int t) -> Offer<Amount> {
+            if (!moves.can_take(t) || first.index < 0 || first.index == t) return {};
+            if (moves.find_slot(t, at.hottest[first.index]) < 0) {
+                return {first.key, first_new_step(moves) + first.index};
+            }
+            if (second.index < 0 || second.index == t ||
+                moves.find_slot(t, at.hottest[second.index]) >= 0) {
+                return {};
+            }
+            return {second.key, first_new_step(moves) + second.index};
+        };
+        // What each replica lets through, both ways: it grows from its giver to its holder, or its
+        // holder gives back.
+        const auto by_replica = [&](int i) -> Exchange<Amount> {
+            const int t = moves.domain().rank_of(i);
+            if (i - t * slots >= at.held[t]) return {};
+            const int v = at.giver[i];
+            return {v,
+                    t,
+                    moves.least(at.width[v], at.kept[at.expert[i]]),
+                    moves.least(at.width[t], at.amount[i])};
+        };
+        return warp.template take_offers<kRanks>(
+            ranks, new_for, ranks * slots, by_replica, at.width, at.step, at.wider, at.words);
+    }
+
+    template <class Moves>
+    MEGATRON_EXT_HOST_DEVICE Best<Amount> end(const Moves& moves) const {
+        const auto& at = moves.at();
+        return moves.best_rank(
+            [&](int t) -> Amount { return moves.least(at.width[t], at.room[t]); });
+    }
+};
+
+}  // namespace megatron_ext
