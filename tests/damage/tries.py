@@ -34,7 +34,7 @@ from tests.damage.kinds import (
 _MADE = ("out", "built", "made.npz", "run1/report.html")
 """What commands write, and is removed before the next one."""
 
-_TIMES = re.compile(r'"(solve_us|moved_s|beat_s)": (\{[^}]*\}|.*)')
+_TIMES = re.compile(r'"(solve_us\w*|moved_s|beat_s)": (\{[^}]*\}|.*)')
 """What differs from call to call."""
 
 _MODEL = "--model model.yaml --hardware server_8_h100"
