@@ -24,13 +24,16 @@ All addresses are this machine's, where a port that nobody has refuses at once.
 def run_script(
     folder: Path, name: str, *words: str, programs: dict[str, str], **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script of `launch/` where programs do this. An environment of its own."""
+    """Run a script of `launch/` where programs do this, and know its process id as SCRIPT.
+
+    An environment of its own.
+    """
     for program, body in programs.items():
         (folder / program).write_text(f"#!/bin/sh\n{body}\n")
         (folder / program).chmod(0o755)
     path = f"{folder}:{os.environ['PATH']}"
     return subprocess.run(
-        ["bash", str(ROOT / "launch" / name), *words],
+        ["sh", "-c", 'SCRIPT=$$ exec bash "$@"', "sh", str(ROOT / "launch" / name), *words],
         cwd=folder,
         env={"PATH": path, "VENV": str(folder / "none"), **environment},
         text=True,
@@ -39,11 +42,13 @@ def run_script(
     )
 
 
-def job(folder: Path, *, settings: dict[str, str] | None = None, **programs: str) -> str:
-    """Run the job's script; return what it says."""
+def job(
+    folder: Path, *, settings: dict[str, str] | None = None, **programs: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the job's script."""
     slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
     slurm |= {"SLURM_SUBMIT_DIR": str(ROOT), **(settings or {})}
-    return run_script(folder, "slurm.sbatch", programs=USUAL | programs, **slurm).stdout
+    return run_script(folder, "slurm.sbatch", programs=USUAL | programs, **slurm)
 
 
 @pytest.mark.parametrize(
@@ -68,19 +73,42 @@ def test_machines_do_not_meet_at_a_name_that_is_loopback(
     assert flags[:2] == ["--export=ALL", "--wait=300"]
 
 
-ENDS_AFTER_ITS_NOTICE = """
-case "$*" in *train.sh*) trap '' USR1; kill -USR1 "$PPID"; sleep 0.2; exit {status} ;; esac
+TAKES_THE_NOTICE = """
+case "$*" in *train.sh*)
+    trap 'exit {status}' USR1
+    kill -USR1 "$SCRIPT"
+    while :; do sleep 0.05; done ;;
+esac
 """
-"""A task that saves for a moment: of one that ends with its notice, Bash 5.2 may know no status."""
+ENDS_IN_THE_MOMENT_OF_THE_NOTICE = """
+case "$*" in *train.sh*)
+    trap '' USR1
+    sleep 0.05
+    kill -STOP "$SCRIPT"
+    (sleep 0.05; kill -USR1 "$SCRIPT"; kill -CONT "$SCRIPT") >/dev/null 2>&1 &
+    exit {status} ;;
+esac
+"""
+"""The script waits, and learns of both at once, as on a busy machine."""
 
 
+@pytest.mark.parametrize("task", [TAKES_THE_NOTICE, ENDS_IN_THE_MOMENT_OF_THE_NOTICE])
 @pytest.mark.parametrize(("status", "again"), [(138, True), (1, False), (0, False)])
 def test_a_job_that_failed_after_its_notice_does_not_begin_again(
-    status: int, again: bool, tmp_path: Path
+    task: str, status: int, again: bool, tmp_path: Path
 ) -> None:
-    said = job(tmp_path, srun=ENDS_AFTER_ITS_NOTICE.format(status=status))
+    done = job(tmp_path, srun=task.format(status=status))
+    assert done.returncode == status
     assert (tmp_path / "requeue").exists() == again
-    assert said == ("job 7 asks to be queued again: it had notice of its time limit\n" * again)
+    assert done.stdout == "job 7 asks to be queued again: it had notice of its time limit\n" * again
+    assert done.stderr == ""
+
+
+def test_a_notice_before_the_step_is_not_lost(tmp_path: Path) -> None:
+    noticing = f'kill -USR1 "$SCRIPT"; {USUAL["scontrol"]}'
+    done = job(tmp_path, scontrol=noticing, srun='case "$*" in *train.sh*) exec sleep 60 ;; esac')
+    assert done.returncode == 138
+    assert (tmp_path / "requeue").exists()
 
 
 def test_a_rank_that_slurm_starts_knows_its_number(tmp_path: Path) -> None:
