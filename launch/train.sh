@@ -33,6 +33,8 @@ done
 : "${MASTER_ADDR:?an address of one of the machines}" "${RDZV_SECRET:?a secret that all machines know}"
 restarts=${MAX_RESTARTS:-$(python -m megatron_ext train "$@" --print | sed -n 's/^restarts: //p')}
 export RDZV_SECRET
+# Where a machine ends before another, torch would print stacks of C++ on the other.
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 exec python -m megatron_ext.trainer.ranks.agent \
     --nnodes "$NNODES" \
     --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}" \

@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""What the system answers where a disk, or a user's part of it, is full."""
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Check that a folder, which need not be there, has room for so many bytes more.
+
+    Raises:
+        OSError: It has not, or cannot be written.
+    """
+    there = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise OSError(
+            error.errno, f"{error.strerror} for {num_bytes:,} bytes", str(there)
+        ) from None
 
 
 def write_whole(path: Path, lines: Iterable[str], *, sync: bool = True) -> None:

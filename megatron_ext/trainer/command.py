@@ -126,6 +126,11 @@ def parser() -> OneLineParser:
         help="print all problems of the settings, and what the run would need and take; works "
         "without data (--print shows the settings)",
     )
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="print tracebacks of ranks, too; else they are in RUN_DIR/logs only",
+    )
     parser.add_argument("--json", action="store_true", help="with --dry-run: print one JSON object")
     parser.add_argument(
         "--imbalance",

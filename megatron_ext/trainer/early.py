@@ -12,12 +12,16 @@ from megatron_ext.files.arrays import check_free
 from megatron_ext.files.locks import LOCK_FILE, FolderInUseError, held
 from megatron_ext.files.opening import check_ours, check_writes, names_in
 from megatron_ext.files.run_dir import CONFIG_FILE, LAYERS_FILE, METRICS_FILE
+from megatron_ext.files.whole import check_room
 from megatron_ext.files.yaml_files import read_yaml
 from megatron_ext.telemetry.step_lines import read_lines
 from megatron_ext.trainer.checkpoints.choice import lost_steps
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.data import prefixes_of
 from megatron_ext.trainer.logs.rank_logs import LOGS_FOLDER
+
+_FIRST_FILES = 64 << 10
+"""Bytes that a run needs room for, to come to its first step: settings, logs, heartbeats."""
 
 
 def check_early(config: TrainConfig) -> None:
@@ -74,6 +78,8 @@ def run_dir_problems(config: TrainConfig, *, begins: bool) -> list[str]:
             *(f"{LOGS_FOLDER}/{name}" for name in names_in(run_dir / LOGS_FOLDER)),
         ):
             check_writes(run_dir / file)
+        if begins:
+            check_room(run_dir, _FIRST_FILES)
         for file in METRICS_FILE, LAYERS_FILE:
             list(read_lines(run_dir / file))
         earlier = run_dir / CONFIG_FILE

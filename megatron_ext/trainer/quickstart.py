@@ -36,6 +36,7 @@ from megatron_ext.files.whole import write_whole
 from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.progress import TrainingProgress
+from megatron_ext.trainer.logs.rank_logs import keep_output
 from megatron_ext.trainer.logs.run_log import RunLog, hold_run_dir, read_metrics
 from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks, quiet_megatron
 from megatron_ext.trainer.ranks.watchdog import watch_over
@@ -142,6 +143,7 @@ def build_data(path: Path) -> None:
 def train_in_turn(runs: dict[str, TrainConfig]) -> None:
     """Train all runs on this rank, a step of each in turn."""
     first = runs["none"]
+    keep_output(Path(first.run_dir))
     with watch_over(first), join_ranks(first.group_timeout), ExitStack() as stack:
         from megatron_ext.trainer.loop import Training
 

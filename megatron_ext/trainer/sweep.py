@@ -61,7 +61,7 @@ def sweep(options: argparse.Namespace) -> None:
     def make(_: DictConfig) -> None:
         run = Path(HydraConfig.get().runtime.output_dir).name
         logger.info("%s", run)
-        train(runs[run], num_ranks=num_ranks)
+        train(runs[run], num_ranks=num_ranks, verbose=options.verbose)
 
     without = ",".join(word.lstrip("+").split("=")[0] for word in fixed)
     words += [

@@ -13,7 +13,7 @@ import math
 import os
 import stat
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.rank_logs import keep_output
 from megatron_ext.trainer.logs.run_log import hold_run_dir
 from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks, quiet_megatron
+from megatron_ext.trainer.ranks.processes import allow_open_files
 from megatron_ext.trainer.ranks.shared_folder import check_shared
 from megatron_ext.trainer.ranks.watchdog import watch_over
 from megatron_ext.trainer.validate import expert_shards, validate
@@ -47,13 +48,14 @@ def run(config: TrainConfig, options: argparse.Namespace) -> None:
         sys.stdout.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
         check(config, num_ranks=options.ranks)
         return
-    train(config, num_ranks=options.ranks)
+    train(config, num_ranks=options.ranks, verbose=options.verbose)
 
 
-def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
+def train(config: TrainConfig, *, num_ranks: int | None = None, verbose: bool = False) -> None:
     """Check the settings and run: as one rank under torchrun, otherwise on ranks started here.
 
-    By default these are as many as the model needs, or one per GPU.
+    By default these are as many as the model needs, or one per GPU. With `verbose`, tracebacks are
+    on the terminal, too.
 
     Raises:
         ConfigError: The settings are wrong; nothing was started.
@@ -75,13 +77,13 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     # Rank 0 holds it for all ranks of torchrun.
     with hold_run_dir(config) if int(os.environ.get("RANK", 0)) == 0 else nullcontext():
         if is_rank:
-            run_rank(config)
+            run_rank(config, verbose)
         else:
             on = f" on {num_ranks} of {gpus} GPUs" if (gpus := _num_gpus()) > num_ranks else ""
             logger.info(
                 "%s: starting %d ranks%s for %d steps", config.run_dir, num_ranks, on, config.steps
             )
-            launch_ranks(run_rank, config, num_ranks=num_ranks, restarts=config.restarts)
+            launch_ranks(run_rank, config, verbose, num_ranks=num_ranks, restarts=config.restarts)
 
 
 def check(config: TrainConfig, *, num_ranks: int | None = None, needs_data: bool = True) -> int:
@@ -148,6 +150,7 @@ def _check_machine(config: TrainConfig, *, num_ranks: int | None) -> None:
         )
     else:
         try:
+            allow_open_files(num_ranks or int(os.environ["WORLD_SIZE"]), config.parallel.ep_size)
             load_library()
         except RuntimeError as error:
             problem = str(error)
@@ -182,11 +185,16 @@ def _idle_slots(config: TrainConfig) -> str | None:
     )
 
 
-def run_rank(config: TrainConfig) -> None:
+def run_rank(config: TrainConfig, verbose: bool = False) -> None:
     """Train as one rank of a launch; the settings were checked."""
     quiet_megatron()
-    keep_output(Path(config.run_dir))
-    with watch_over(config), join_ranks(config.group_timeout):
+    with ExitStack() as stack:
+        try:
+            keep_output(Path(config.run_dir), verbose=verbose)
+            stack.enter_context(watch_over(config))
+        except OSError as error:
+            raise SystemExit(f"error: run_dir ({config.run_dir}): {error}") from None
+        stack.enter_context(join_ranks(config.group_timeout))
         check_shared(config)
         from megatron_ext.trainer.loop import Training
 

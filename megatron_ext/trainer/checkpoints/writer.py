@@ -9,7 +9,6 @@ waits in a collective for a rank that failed.
 
 from __future__ import annotations
 
-import errno
 import inspect
 import queue
 import shutil
@@ -38,6 +37,7 @@ from checkpoints_tools.folder import (
     sync,
     write_checksums,
 )
+from megatron_ext.files.whole import NO_ROOM
 
 _BYTES_AROUND = 1500
 """Bytes that `torch.save` adds to a tensor or object: an upper bound for small ones."""
@@ -205,7 +205,7 @@ def describe(error: BaseException, path: Path) -> str:
     if cause is None:
         return f"{path}: {' '.join(str(error).split())}"
     said = f"{cause.filename or path}: {cause.strerror}"
-    if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+    if cause.errno in NO_ROOM:
         said += f" ({shutil.disk_usage(path.parent).free:,} bytes free)"
     return said
 

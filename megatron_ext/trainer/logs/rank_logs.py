@@ -6,7 +6,7 @@
 
 A time is UTC, so that lines of several machines are in order. Lines without one belong to the line
 before: the rest of a message, or a library's words past Python's logging. Those of rank 0 go to the
-terminal only. `megatron-ext logs` shows all files as one.
+terminal only. Tracebacks are in the files only. `megatron-ext logs` shows all files as one.
 """
 
 from __future__ import annotations
@@ -23,21 +23,31 @@ LOGS_FOLDER = "logs"
 """In a run directory."""
 
 
+LOG_ONLY = {"is_log_only": True}
+"""`extra` of what is logged to the rank's file, and to the terminal only where all is asked for."""
+
+
 def rank_log(run_dir: Path, rank: int) -> Path:
     """Return the file of a rank."""
     return run_dir / LOGS_FOLDER / f"rank_{rank:05d}.log"
 
 
-def keep_output(run_dir: Path) -> None:
+def keep_output(run_dir: Path, *, verbose: bool = False) -> None:
     """From now on write the output of this process, a rank of a launch, to the rank's file.
 
     Call it when logging to the terminal is set up. The terminal gets warnings and errors of all
-    ranks, with the rank before each line, and everything of rank 0.
+    ranks, with the rank before each line, and everything of rank 0; tracebacks only if `verbose`.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     rank = int(os.environ["RANK"])
     path = rank_log(run_dir, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.fdopen(open_own(path, os.O_APPEND), "a", buffering=1)
+    if not verbose:
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(lambda record: not hasattr(record, "is_log_only"))
     if rank != 0:
         terminal = os.fdopen(os.dup(2), "w", buffering=1)
         for handler in logging.getLogger().handlers:

@@ -30,15 +30,24 @@ import torch.distributed as dist
 from megatron_ext.arguments import WRONG_USAGE
 from megatron_ext.config import ConfigError
 from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.files.whole import NO_ROOM
+from megatron_ext.trainer.logs.rank_logs import LOG_ONLY
 from megatron_ext.trainer.ranks.addresses import interface_towards
-from megatron_ext.trainer.ranks.processes import TORCHRUN, call_with, die_with_launcher
+from megatron_ext.trainer.ranks.processes import (
+    TORCHRUN,
+    MemoryKills,
+    call_with,
+    die_with_launcher,
+    how_it_failed,
+)
 from megatron_ext.trainer.ranks.signals import (
     ENDED_AT_ONCE,
     STOP_SIGNALS,
     Stopped,
+    can_be_told,
     ends_at_once,
     exit_status,
-    listens,
+    nothing_to_stop,
 )
 
 logger = logging.getLogger(__name__)
@@ -50,7 +59,9 @@ LAST_WORDS_S = 2.0
 """Seconds that ranks have to report a rank that failed, before they are ended."""
 
 NO_RESTART = 3
-"""Exit status of ranks whose run starting again would not mend; rank 0 has said why."""
+"""Exit status of ranks whose run starting again would not mend; a rank has said why."""
+
+_FINAL = (WRONG_USAGE, NO_RESTART)
 
 _POLL_S = 0.2
 """Seconds after which the launcher notices a signal at the latest."""
@@ -66,11 +77,6 @@ class _Failure:
     rank: int
     exitcode: int
     """Exit status, or minus the signal that ended it."""
-
-    def __str__(self) -> str:
-        if self.exitcode < 0:
-            return f"rank {self.rank} was ended by {signal.Signals(-self.exitcode).name}"
-        return f"rank {self.rank} failed (exit status {self.exitcode})"
 
 
 def launch_ranks(
@@ -88,17 +94,20 @@ def launch_ranks(
             has printed why), and with 128 + the signal's number if a signal ended the ranks.
     """
     call = partial(function, *args)
+    kills = MemoryKills()
     with _noted_signals() as noted:
         failure = _attempt(call, num_ranks, noted)
         for restart in range(1, restarts + 1):
-            if failure is None or failure.exitcode in (WRONG_USAGE, NO_RESTART) or noted:
+            if failure is None or failure.exitcode in _FINAL or noted:
                 break
             when = time.strftime("%Y-%m-%d %H:%M:%S")
-            logger.warning("restart %d of %d: %s at %s", restart, restarts, failure, when)
+            why = how_it_failed(failure.rank, failure.exitcode, kills)
+            logger.warning("restart %d of %d at %s: %s", restart, restarts, when, why)
             failure = _attempt(call, num_ranks, noted)
     if failure is not None:
         if failure.exitcode != NO_RESTART:
-            sys.stderr.write(f"error: {failure}\n")
+            said = how_it_failed(failure.rank, failure.exitcode, kills)
+            sys.stderr.write(f"error: {said}\n")
         raise SystemExit(WRONG_USAGE if failure.exitcode == WRONG_USAGE else 1)
 
 
@@ -167,15 +176,15 @@ def _watch(ranks: list[BaseProcess], noted: list[signal.Signals]) -> _Failure | 
             deadline = time.monotonic() + LAST_WORDS_S
             for rank in ranks:
                 rank.join(max(0.0, deadline - time.monotonic()))
-            # Of those that fell at the same time, one that was killed is the cause.
-            return min(failures, key=lambda failure: failure.exitcode)
+            # Of those that fell at the same time, one that knows why, or was killed, is the cause.
+            return min(failures, key=lambda each: (each.exitcode not in _FINAL, each.exitcode))
         if not running:
             break
         if ends_at_once(noted):
             _end_at_once(noted[-1])
         if noted and not told:
             pids = [rank.pid for rank in running if rank.pid is not None]
-            if not all(map(listens, pids)):
+            if not all(map(can_be_told, pids)):
                 _end_at_once(noted[0])
             for pid in pids:  # Not yet reaped, so still theirs.
                 os.kill(pid, noted[0])
@@ -242,6 +251,34 @@ def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
     """
     quiet_megatron()
     die_with_launcher()
+    try:
+        _join(timeout)
+        try:
+            yield
+        except Stopped as stopped:
+            if dist.get_rank() == 0:
+                logger.info("%s", stopped.said)
+            if TORCHRUN in os.environ:
+                # It takes any other status for a failure, and may start the ranks again.
+                stopped.code = 0
+            dist.destroy_process_group()
+            nothing_to_stop()
+            raise
+        dist.destroy_process_group()
+        nothing_to_stop()
+    except Exception as error:
+        logger.exception("rank %s failed", os.environ["RANK"], extra=LOG_ONLY)
+        raise SystemExit(_status_of(error)) from error
+
+
+def _status_of(error: Exception) -> int:
+    if isinstance(error, ConfigError):
+        return WRONG_USAGE
+    is_full = isinstance(error, OSError) and error.errno in NO_ROOM
+    return NO_RESTART if is_full else 1
+
+
+def _join(timeout: timedelta | None) -> None:
     if torch.cuda.is_available():
         # Slurm and Kubernetes may show each rank one GPU only.
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -256,21 +293,6 @@ def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
     if restart and os.environ["LOCAL_RANK"] == "0":
         # Where a rank had failed: each agent counts its own, and has given the cause.
         logger.warning("restart %d of %s", restart, os.environ["TORCHELASTIC_MAX_RESTARTS"])
-    try:
-        yield
-    except Stopped as stopped:
-        if dist.get_rank() == 0:
-            logger.info("%s", stopped.said)
-        if TORCHRUN in os.environ:
-            # It takes any other status for a failure, and may start the ranks again.
-            stopped.code = 0
-        dist.destroy_process_group()
-        raise
-    except Exception as error:
-        # The rank itself logs it; the launcher adds only the rank's number.
-        logger.exception("rank %d failed", dist.get_rank())
-        raise SystemExit(WRONG_USAGE if isinstance(error, ConfigError) else 1) from None
-    dist.destroy_process_group()
 
 
 def _init_process_group(timeout: timedelta | None) -> None:

@@ -19,6 +19,7 @@ import ipaddress
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -54,6 +55,9 @@ all users of a machine, and torch writes a run's id into its store."""
 
 _ANSWER_TIMEOUT = timedelta(minutes=1)
 """How long another agent of this machine may take to answer."""
+
+LOST_PATIENCE_S = 10.0
+"""Seconds that ranks may go on where the store of all machines is gone, to end by themselves."""
 
 _GAVE_UP = "megatron_ext.gave_up"
 """In the store: the machine for which the run is over though it is not finished, if one is."""
@@ -93,6 +97,8 @@ class BoundRendezvous(DynamicRendezvousHandler):
     """
 
     _store: TCPStore
+    _lost_at: float | None = None
+    """When the store was found to be gone."""
 
     def give_up(self) -> None:
         """Have the agents of all machines end the run; each learns it within seconds.
@@ -117,10 +123,17 @@ class BoundRendezvous(DynamicRendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """See `RendezvousHandler`; torch asks again and again while ranks run."""
-        # A machine that is done before others closes the rendezvous, too: that ends nobody.
-        if self.is_closed() and (host := self._who_gave_up()):
-            raise _ended(host)
-        return super().num_nodes_waiting()
+        try:
+            # A machine that is done before others closes the rendezvous, too: that ends nobody.
+            if self.is_closed() and (host := self._who_gave_up()):
+                raise _ended(host)
+            return super().num_nodes_waiting()
+        except RendezvousConnectionError:
+            # The machine of the store may have ended a little earlier.
+            self._lost_at = self._lost_at or time.monotonic()
+            if time.monotonic() > self._lost_at + LOST_PATIENCE_S:
+                raise
+            return 0
 
     def _who_gave_up(self) -> str | None:
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -13,7 +15,7 @@ Slurm can send the third some time before a job's limit."""
 
 _IMPATIENT = {signal.SIGTERM, signal.SIGINT}
 
-ENDED_AT_ONCE = "ended at once by {}; nothing was saved\n"
+ENDED_AT_ONCE = "ended at once by {}; nothing more was saved\n"
 """Message about a run that a signal ended in the middle of a step, or before the first."""
 
 
@@ -28,6 +30,27 @@ def ends_at_once(noted: Sequence[signal.Signals]) -> bool:
     A scheduler's early notice does not count: it leaves time.
     """
     return sum(each in _IMPATIENT for each in noted) > 1
+
+
+def heed(act: Callable[[signal.Signals], None]) -> None:
+    """Have a thread act on the signals that ask to stop, but those that this process ignores.
+
+    Python's own handlers wait for the main thread, which may be in a wait of C++ for minutes. The
+    main thread calls this, once in a process.
+    """
+    heard = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+    come, note = os.pipe()
+    os.set_blocking(note, False)
+    signal.set_wakeup_fd(note)
+    for each in heard:
+        signal.signal(each, lambda *_: None)
+
+    def watch() -> None:
+        while numbers := os.read(come, 1):
+            if numbers[0] in heard:  # Others, as torch's, have handlers of their own.
+                act(signal.Signals(numbers[0]))
+
+    threading.Thread(target=watch, name="signals", daemon=True).start()
 
 
 class Stopped(SystemExit):
@@ -71,19 +94,35 @@ class StopRequest:
         self._asked[signal.Signals(number)] = True
 
 
-def listens(pid: int) -> bool:
-    """Return whether a process notes the signals that ask to stop; False if it has ended.
+def nothing_to_stop() -> None:
+    """Ignore the signals from now on: this rank has done its work, and only leaves."""
+    for each in STOP_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
 
-    It does if it catches SIGTERM, which Python by itself does not.
+
+def can_be_told(pid: int) -> bool:
+    """Return whether a signal that asks to stop does no harm to a rank that this process started.
+
+    The rank notes signals (`StopRequest.listen`), or has done its work (`nothing_to_stop`), or has
+    ended. Python by itself catches no SIGTERM.
     """
-    return catches(pid, signal.SIGTERM)
+    # Ranks inherit what their launcher ignores.
+    inherited = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    masks = ("SigCgt",) if inherited else ("SigCgt", "SigIgn")
+    return not Path(f"/proc/{pid}").exists() or any(
+        _has(pid, mask, signal.SIGTERM) for mask in masks
+    )
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
     """Return whether a process has a handler of a signal; False if it has ended."""
+    return _has(pid, "SigCgt", number)
+
+
+def _has(pid: int, mask: str, number: signal.Signals) -> bool:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    caught = next((line for line in status.splitlines() if line.startswith("SigCgt:")), "SigCgt: 0")
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+    line = next((each for each in status.splitlines() if each.startswith(f"{mask}:")), "none 0")
+    return bool(int(line.split()[1], 16) >> (number - 1) & 1)

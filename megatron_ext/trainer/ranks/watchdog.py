@@ -18,10 +18,12 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_ext.config import ConfigError
 from megatron_ext.telemetry.heartbeat import (
     DONE,
     FAILED,
@@ -38,6 +40,7 @@ from megatron_ext.telemetry.heartbeat import (
     status_path,
 )
 from megatron_ext.trainer.config import TrainConfig
+from megatron_ext.trainer.logs.rank_logs import LOG_ONLY, rank_log
 from megatron_ext.trainer.ranks.signals import Stopped
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,15 @@ HANGING = 75
 
 STACKS_SIGNAL = signal.SIGUSR2
 """Asks a rank for the Python stacks of its threads."""
+
+_PROCESSES = {
+    "stopped": "does not run (it is stopped)",
+    "runs": "runs, but cannot write (is the disk of the run directory full?)",
+}
+"""What is known of a process of this machine that writes no heartbeats."""
+
+_SETTLING_S = 0.2
+"""Seconds after which a rank that ends sees the others that end with it."""
 
 _MOST_NAMED = 4
 """Ranks that a verdict names: of a machine that dies, a line need not name all ranks."""
@@ -110,7 +122,8 @@ class Watchdog:
         Does not return if this rank has waited long for one that does not beat any more: to see
         which takes a few heartbeats, and then the process ends.
         """
-        cause = error.__context__ if isinstance(error, SystemExit) else None
+        # An error of its own, which `join_ranks` has logged; else the rank ends as all agreed.
+        cause = error.__cause__ if isinstance(error, SystemExit) else error
         with self._speaking:
             statuses = read_statuses(self._folder)
             verdict = told(statuses) or ended(statuses, besides=self._rank)
@@ -120,9 +133,16 @@ class Watchdog:
             )
             if verdict:
                 self._pulse.end(GAVE_UP, verdict)
-                logger.error("rank %d: %s", self._rank, verdict)
+                self._say(f"rank {self._rank}: {verdict}")
             elif not self._waited_in_vain:
-                self._pulse.end(FAILED, f"{type(cause or error).__name__}: {cause or error}")
+                reason = cause or error.__context__ or error
+                self._pulse.end(FAILED, f"{type(reason).__name__}: {reason}")
+                if isinstance(cause, ConfigError):
+                    self._say("\n".join(f"error: {problem}" for problem in cause.problems))
+                elif cause is not None:
+                    last = self._pulse.status
+                    log = rank_log(self._folder.parent, self._rank)
+                    self._say(f"rank {last.rank} failed in {last.note}: {last.reason} (see {log})")
         if self._waited_in_vain:
             self._thread.join()
 
@@ -150,10 +170,23 @@ class Watchdog:
         verdict = told(statuses) or judge(before, statuses)
         self._pulse.end(GAVE_UP, verdict)
         faulthandler.dump_traceback(self._stacks, all_threads=True)
-        logger.error("rank %d: %s (own stacks: %s)", self._rank, verdict, self._stacks.name)
+        self._say(f"rank {self._rank}: {verdict} (own stacks: {self._stacks.name})")
         # Not by an exception: the main thread that hangs would not raise it, and the end of process
         # groups with hanging ranks takes for ever.
         os._exit(HANGING)
+
+    def _say(self, words: str) -> None:
+        """Log why this rank ends; on the terminal one rank speaks, the one that failed first."""
+        time.sleep(_SETTLING_S)
+
+        def order(status: Status) -> tuple[bool, float, int]:
+            return status.state != FAILED, status.time, status.rank
+
+        own = self._pulse.status
+        others = [each for each in read_statuses(self._folder) if each.rank != own.rank]
+        ends = [each for each in others if each.state in (FAILED, GAVE_UP)]
+        is_first = all(order(own) < order(each) for each in ends)
+        logger.error("%s", words, extra=None if is_first else LOG_ONLY)
 
 
 def told(statuses: Sequence[Status]) -> str:
@@ -199,9 +232,8 @@ def missing(statuses: Sequence[Status]) -> str:
 def lost(silent: Sequence[Status]) -> str:
     """Name ranks that do not beat, and their places at their last heartbeat."""
     return _named(
-        f"{_hangs(each)}: its process does not run"
-        f"{' (it is stopped)' if each.process == 'stopped' else ''}, "
-        f"last heartbeat {each.silent_s:.0f} s ago"
+        f"{_hangs(each)}: its process {_PROCESSES.get(each.process, 'does not run')}, last "
+        f"heartbeat {each.silent_s:.0f} s ago"
         for each in silent
     )
 

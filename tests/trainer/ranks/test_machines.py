@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,8 +32,9 @@ from megatron_ext.trainer.compose import load_config, said_in_lines
 from megatron_ext.trainer.ranks import addresses, launch, rendezvous, shared_folder
 from megatron_ext.trainer.ranks.agent import _Agent, main
 from megatron_ext.trainer.ranks.launch import NO_RESTART
+from megatron_ext.trainer.ranks.processes import children
 from megatron_ext.trainer.ranks.rendezvous import NAME, BoundRendezvous, create_handler
-from tests.processes import listening, running
+from tests.processes import Program, listening, running
 from tests.ranks import run_ranks
 from tests.trainer.ranks.test_rendezvous import SECRET, free_port
 
@@ -272,6 +275,46 @@ def test_a_wrong_setting_on_one_machine_ends_the_agents_of_all(tmp_path: Path) -
     assert first.output().splitlines()[-1].startswith(ended)
     for agent_of in (first, second):  # Not started again.
         assert agent_of.output().splitlines().count("rank with 1 thread") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about ranks on CPUs")
+def test_signals_are_heeded_where_torch_waits_for_other_machines(tmp_path: Path) -> None:
+    """Ranks are shells: on one machine they end well, on the other they note signals and go on."""
+    port = free_port()
+    agent = [
+        *(sys.executable, "-m", "megatron_ext.trainer.ranks.agent", "--nnodes", "2"),
+        *("--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+        *("--no-python", "sh", "-c"),
+    ]
+    with ExitStack() as stack:
+
+        def start(rank: str) -> Program:
+            command = [*agent, rank]
+            return stack.enter_context(running(command, tmp_path / "output", RDZV_SECRET=SECRET))
+
+        # Alone it waits for the others, and has no ranks.
+        alone = start("exit 0")
+        alone.wait_for(lambda: port in {each for _, each in listening([alone.pid])}, "store")
+        os.kill(alone.pid, signal.SIGTERM)
+        assert alone.status() == 143
+        assert alone.output() == "ended at once by SIGTERM; nothing more was saved\n"
+
+        done = start("echo a rank; exit 0")
+        other = start("trap 'exit 7' TERM; while :; do sleep 0.1; done")
+        done.wait_for_output("a rank")
+        done.wait_for(lambda: not children(done.pid), "end of the rank")
+        other.wait_for(lambda: children(other.pid), "rank")
+        os.kill(other.pid, signal.SIGSTOP)
+        asked_at = time.monotonic()
+        os.kill(done.pid, signal.SIGTERM)
+        assert done.status() == 0
+        assert time.monotonic() - asked_at < 30  # torch's wait takes 300.
+        assert done.output().splitlines()[1:] == [
+            "SIGTERM: all ranks of this machine have ended well, and what they had to save is "
+            "saved; other machines were not waited for"
+        ]
+        os.kill(other.pid, signal.SIGCONT)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without GPUs")

@@ -106,7 +106,7 @@ def test_a_second_ctrl_c_ends_at_once(data: Path, tmp_path: Path) -> None:
         os.kill(run.pid, signal.SIGINT)
         assert run.status() == 130
         run.wait_until_gone()
-        assert run.output().splitlines()[-1] == "ended at once by SIGINT; nothing was saved"
+        assert run.output().splitlines()[-1] == "ended at once by SIGINT; nothing more was saved"
         assert "Traceback" not in run.output()
 
 
@@ -117,7 +117,7 @@ def test_a_signal_before_training_ends_at_once(data: Path, tmp_path: Path) -> No
         os.killpg(run.pid, signal.SIGINT)
         assert run.status() == 130
         run.wait_until_gone()
-        assert run.output().splitlines()[-1] == "ended at once by SIGINT; nothing was saved"
+        assert run.output().splitlines()[-1] == "ended at once by SIGINT; nothing more was saved"
         assert "Traceback" not in run.output()
 
 
