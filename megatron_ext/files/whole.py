@@ -26,7 +26,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
         if error.errno not in NO_ROOM:
             raise
         raise OSError(
-            error.errno, f"{error.strerror} for {num_bytes:,} bytes", str(there)
+            error.errno, f"{error.strerror}: there must be room for {num_bytes:,} bytes", str(there)
         ) from None
 
 

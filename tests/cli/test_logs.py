@@ -16,19 +16,23 @@ RANK = """
 import logging, os, sys
 from pathlib import Path
 logging.basicConfig(format="%(message)s", level=logging.INFO)
-from megatron_ext.trainer.logs.rank_logs import keep_output
-keep_output(Path(sys.argv[1]))
+from megatron_ext.trainer.logs.rank_logs import LOG_ONLY, keep_output
+keep_output(Path(sys.argv[1]), verbose=len(sys.argv) > 2)
 logging.info("fine")
+logging.error("traceback", extra=LOG_ONLY)
 logging.error("bad\\nreally")
 os.write(2, b"native\\n")
 """
 
 
-def _be_rank(rank: int, run_dir: Path) -> str:
+def _be_rank(rank: int, run_dir: Path, *words: str) -> str:
     """What the terminal shows of a rank."""
     environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2"}
     done = subprocess.run(
-        [sys.executable, "-c", RANK, run_dir], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", RANK, run_dir, *words],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     return done.stderr
@@ -43,7 +47,8 @@ def test_the_terminal_shows_rank_0_and_what_is_wrong(
     lines = [line.partition("Z ")[2] or line for line in out.splitlines()]
     assert status == 0
     assert lines[0].startswith("rank 1 of 2 on host ")
-    assert lines[1:] == ["fine", "bad", "[rank 1] really", "[rank 1] native"]
+    assert lines[1:] == ["fine", "traceback", "bad", "[rank 1] really", "[rank 1] native"]
+    assert _be_rank(0, tmp_path, "verbose") == "fine\ntraceback\nbad\nreally\nnative\n"
 
 
 def test_lines_are_in_the_order_of_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

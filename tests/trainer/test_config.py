@@ -5,6 +5,7 @@ Every recipe of the repository composes and passes the same checks.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -424,6 +425,22 @@ def test_a_run_directory_that_cannot_be_used(
     with pytest.raises(ConfigError, match=rf"^run_dir \(.*{run_dir}\): .*{rule}$"):
         validate(config, num_ranks=2)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_full_disk_is_said_before_a_run_begins(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(descriptor: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(SystemExit) as ended:
+        main(overrides(data, tmp_path / "run"))
+    assert ended.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"error: run_dir ({tmp_path}/run): ")
+    assert said.endswith(f"device: there must be room for 65,536 bytes: '{tmp_path}'")
+    assert not list(tmp_path.iterdir())
 
 
 def test_checkpoint_of_another_model(

@@ -1,4 +1,4 @@
-"""Processes, and the process that started them: with which they end, and which says how."""
+"""Processes, and the one that started them: with which they end, and which says what ended them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ AGENT = "MEGATRON_EXT_AGENT"
 _PR_SET_PDEATHSIG = 1
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def die_with(parent: int) -> None:
@@ -116,7 +117,7 @@ class MemoryKills:
 
 def _memory_kills() -> tuple[Path | None, int]:
     """Return the file that counts what Linux killed in this cgroup for want of memory, and them."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in _OWN_CGROUP.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             base, name = _CGROUPS / "memory", "memory.oom_control"

@@ -1,5 +1,6 @@
 """Ranks of one machine: their environment, and what becomes of them when one dies. Layer 2."""
 
+import errno
 import json
 import logging
 import os
@@ -12,10 +13,12 @@ import subprocess
 import sys
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_ext.config import ConfigError
 from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.rank_logs import rank_log
@@ -121,6 +124,36 @@ def test_what_would_come_again_is_not_started_again(tmp_path, capfd):
     assert ended.value.code == 1
     assert (tmp_path / "starts").read_text() == "started\n"
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RuntimeError("no"), 1),
+        (ConfigError(["no"]), 2),
+        (OSError(errno.ENOSPC, "No space left on device"), NO_RESTART),
+    ],
+)
+def test_a_traceback_is_for_the_log_of_the_rank(error, status, monkeypatch, caplog):
+    def fail(timeout):
+        raise error
+
+    monkeypatch.setattr(launch, "_join", fail)
+    monkeypatch.setattr(launch, "quiet_megatron", lambda: None)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as ended, join_ranks():
+        pass
+    assert ended.value.code == status
+    (record,) = caplog.records
+    assert record.getMessage() == "rank 1 failed"
+    assert record.exc_info
+    assert record.is_log_only
+
+
+def test_of_ranks_that_fell_together_the_one_that_knows_why_decides(monkeypatch):
+    monkeypatch.setattr(launch, "LAST_WORDS_S", 0.0)
+    ranks = [SimpleNamespace(exitcode=code, join=lambda _: None) for code in (1, NO_RESTART, 1)]
+    assert launch._watch(ranks, []) == launch._Failure(1, NO_RESTART)
 
 
 def test_a_rank_that_failed_before_it_was_watched_is_noticed():

@@ -233,6 +233,22 @@ def test_a_machine_learns_that_another_gave_up_and_not_that_it_is_done() -> None
         second.next_rendezvous()
 
 
+def test_ranks_may_end_by_themselves_where_the_store_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its machine may have ended a little before."""
+
+    def lost(self: BoundRendezvous) -> bool:
+        raise RendezvousConnectionError("lost")
+
+    one = machine("127.0.0.1", free_port())
+    monkeypatch.setattr(BoundRendezvous, "is_closed", lost)
+    assert one.num_nodes_waiting() == 0
+    monkeypatch.setattr(rendezvous, "LOST_PATIENCE_S", 0.0)
+    with pytest.raises(RendezvousConnectionError, match="lost"):
+        one.num_nodes_waiting()
+
+
 @pytest.mark.parametrize(
     ("statuses", "ends_with"), [([1], None), ([1, 2], 2), ([NO_RESTART], 1), ([-9], None)]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -31,7 +32,7 @@ from megatron_ext.telemetry.heartbeat import (
 )
 from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.logs.run_log import read_metrics
-from megatron_ext.trainer.ranks.watchdog import HANGING, ended, judge, told, watch_over
+from megatron_ext.trainer.ranks.watchdog import HANGING, Watchdog, ended, judge, told, watch_over
 from tests.ranks import run_ranks
 from tests.trainer.dataset import overrides
 
@@ -107,6 +108,54 @@ WAITING: dict[str, Any] = dict(waits=True, still_s=600.0, moves=7)
 )
 def test_who_hangs(now: list[Status], still: tuple[int, ...], expected: str) -> None:
     assert judged(*now, still=still) == expected
+
+
+def test_a_rank_that_runs_and_writes_nothing_is_not_called_stopped() -> None:
+    """Its disk may be full."""
+    now = [status(0), status(1), status(2)]
+    assert (
+        "hangs in step 149, forward, layer 2: its process runs, but cannot write (is the disk"
+        in (judged(*now, still=(1,)))
+    )
+
+
+def _fail(folder: Path, rank: int, error: BaseException) -> logging.LogRecord:
+    """What this rank logs at its end."""
+    watchdog = Watchdog(folder / STATUS_FOLDER, own_status(rank=rank, num_ranks=3, limit_s=600))
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    logging.getLogger("megatron_ext").addHandler(handler)
+    try:
+        watchdog.fail(error)
+    finally:
+        logging.getLogger("megatron_ext").removeHandler(handler)
+        watchdog._ended.set()
+        watchdog._thread.join()
+    (record,) = said
+    return record
+
+
+def _left(cause: Exception) -> SystemExit:
+    left = SystemExit(1)
+    left.__cause__ = cause
+    return left
+
+
+def test_the_rank_that_failed_first_speaks_and_names_its_log(tmp_path: Path) -> None:
+    first = _fail(tmp_path, 1, _left(KeyError("x")))
+    assert first.getMessage() == (
+        f"rank 1 failed in start: KeyError: 'x' (see {tmp_path}/logs/rank_00001.log)"
+    )
+    assert not hasattr(first, "is_log_only")
+    second = _fail(tmp_path, 0, _left(RuntimeError("Connection closed by peer")))
+    assert second.getMessage().startswith("rank 0: rank 1 (host ")
+    assert hasattr(second, "is_log_only")
+
+
+def test_a_wrong_setting_that_a_rank_finds_is_a_line_a_problem(tmp_path: Path) -> None:
+    said = _fail(tmp_path, 0, _left(ConfigError(["a (1) must be 2", "b (3) must be 4"])))
+    assert said.getMessage() == "error: a (1) must be 2\nerror: b (3) must be 4"
 
 
 def test_many_that_do_not_beat_are_one_line() -> None:
