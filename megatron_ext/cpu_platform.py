@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._device
 
+from megatron_ext import gloo_peers
 from megatron_ext.cpu_memory import keep_freed_memory
 
 _CPU = torch.device("cpu")
@@ -82,6 +83,7 @@ class CpuPlatform:
 
     def __init__(self) -> None:
         keep_freed_memory()
+        gloo_peers.watch()  # First: it stays when this is undone.
         self._saved: list[tuple[Any, str, Any]] = []
         self._patch_torch()
         self._patch_megatron()

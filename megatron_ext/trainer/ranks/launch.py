@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from megatron_ext import gloo_peers
 from megatron_ext.arguments import WRONG_USAGE
 from megatron_ext.config import ConfigError
 from megatron_ext.cpu_platform import enable_cpu_platform
@@ -286,6 +287,7 @@ def _join(timeout: timedelta | None) -> None:
         enable_cpu_platform()
         # The ranks of a machine share its cores; torchrun may have set how.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    gloo_peers.watch()
     _init_process_group(timeout)
     if dist.get_rank() != 0:
         logging.getLogger("megatron_ext").setLevel(logging.WARNING)
