@@ -100,8 +100,8 @@ if {needs_megatron}:
 for home, program in {programs}.items():
     if not (child := os.fork()):
         before = [name for name in sys.modules if name.startswith("megatron_ext.")]
-        platform = [f"megatron_ext.{{each}}" for each in ("cpu_memory", "cpu_platform", "gloo_peers")]
-        assert not {{*before}} - {{*platform}}, before
+        platform = {{"cpu_memory", "cpu_platform", "gloo_peers"}}
+        assert not {{name.partition(".")[2] for name in before}} - platform, before
         exec(program)
         os._exit(0)
     _, status = os.waitpid(child, 0)
