@@ -17,6 +17,9 @@ from typing import Any, ClassVar, Self, cast, get_args, get_origin, get_type_hin
 OBJECTIVES = ("tolerance", "time")
 """What a planner aims at: see `BalanceConfig.objective`."""
 
+TRANSPORTS = ("auto", "collective", "shared_memory", "deepep", "cuda")
+"""Values of `BalanceConfig.transport`: the names of `transport.TRANSPORTS`, which imports torch."""
+
 COST_UNITS = {"link_bandwidth": "bytes per second", "assignment_time": "seconds"}
 """The costs among the fields of `BalanceConfig`, and their units."""
 
@@ -169,9 +172,11 @@ class _Rule:
         is_number = isinstance(value, int | float) and self.has_type(value)
         is_finite = is_number and (isinstance(value, int) or math.isfinite(value))
         is_out_of_range = is_finite and not self.choices
-        return (
-            f"{self.label} ({value!r}) must be {self._range() if is_out_of_range else self.allowed}"
-        )
+        from megatron_ext.arguments import did_you_mean
+
+        near = did_you_mean(value, self.choices) if isinstance(value, str) else ""
+        rule = self._range() if is_out_of_range else self.allowed
+        return f"{self.label} ({value!r}) must be {rule}{near}"
 
     @property
     def allowed(self) -> str:
@@ -330,7 +335,7 @@ class BalanceConfig(Section):
     min_quota: int = setting(1, least=1)
     """Fewest assignments a replica must take over to be worth its transfer."""
 
-    transport: str = "auto"
+    transport: str = setting("auto", choices=TRANSPORTS)
     """How weights and gradients reach a peer's slot: `shared_memory` (CPU ranks of one machine),
     `cuda` (GPUs that reach each other's memory), `deepep` (the same by DeepEP's own primitives),
     `collective` (torch.distributed: everywhere), or `auto`, which takes `shared_memory` or `cuda`

@@ -44,16 +44,16 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Simulate the trace with every strategy, and show what a step would take."""
     from megatron_ext.lab.hardware import read_hardware
+    from megatron_ext.lab.shape import read_shape
 
     strategies = options.strategies(arguments)
     balance = options.balance_config(arguments)
     machine = read_hardware(arguments.hardware)
+    shape = read_shape(arguments.model, arguments.set)
     from megatron_ext.lab import simulate as lab
-    from megatron_ext.lab.shape import read_shape
 
     asked = options.asked(balance)
     options.check_out(arguments, *lab.FILES)
-    shape = read_shape(arguments.model, arguments.set)
     hardware = lab.as_measured(machine, shape, balance)
     setting = lab.Setting(**vars(asked), shape=shape, hardware=hardware, num_gpus=arguments.gpus)
     loads = options.read_trace(arguments, shape.num_experts)

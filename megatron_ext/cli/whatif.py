@@ -34,20 +34,21 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Try numbers of slots on the trace, and show what they would bring."""
     from megatron_ext.lab.hardware import read_hardware
+    from megatron_ext.lab.shape import read_shape
 
     if (arguments.model is None) != (arguments.hardware is None):
         raise ValueError("--model and --hardware are given together, or neither")
     options.check_out(arguments)
     balance = options.balance_config(arguments)
-    hardware = None if arguments.hardware is None else read_hardware(arguments.hardware)
+    if arguments.hardware is not None:
+        hardware = read_hardware(arguments.hardware)
+        shape = read_shape(arguments.model, arguments.set)
     from megatron_ext.lab import whatif
-    from megatron_ext.lab.shape import read_shape
     from megatron_ext.lab.simulate import Setting
 
     asked = options.asked(balance)
     num_experts = None
-    if hardware is not None:
-        shape = read_shape(arguments.model, arguments.set)
+    if arguments.hardware is not None:
         num_experts = shape.num_experts
         asked = Setting(**vars(asked), shape=shape, hardware=hardware, num_gpus=arguments.gpus)
     loads = whatif.sample(options.read_trace(arguments, num_experts))

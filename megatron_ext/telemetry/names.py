@@ -50,6 +50,7 @@ METRICS: dict[str, Metric] = {
     "grad_norm": Metric("train", "", "norm of all gradients together, before clipping"),
     "lr": Metric("train", "", "learning rate"),
     "skipped": Metric("train", "", "1 if the optimizer's step was left out"),
+    "tokens": Metric("train", "tokens", "tokens of all steps so far"),
     "imbalance_before": Metric(
         "balance", "", "busiest rank's load / mean, if experts stay at home: mean"
     ),

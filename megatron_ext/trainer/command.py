@@ -55,20 +55,18 @@ def main(
             if options.dry_run and dry_run is not None:
                 dry_run(options)
                 return
-            config = None
-            if not options.multirun:
-                config = load_config(options.overrides, options.config_dir, options.config_name)
-                if not options.print:
-                    check_early(config)
-            say_loading()
-            if config is None:
+            if options.multirun:
                 from megatron_ext.trainer.sweep import sweep
 
                 sweep(options)
-            else:
-                from megatron_ext.trainer.train import run
+                return
+            config = load_config(options.overrides, options.config_dir, options.config_name)
+            if not options.print:
+                check_early(config)
+            say_loading()
+            from megatron_ext.trainer.train import run
 
-                run(config, options)
+            run(config, options)
     except ModuleNotFoundError as missing:
         said.error(of_extra(missing))
 

@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_ext.arguments import WRONG_USAGE, did_you_mean
+from megatron_ext.balance.strategies import unknown_strategy
 from megatron_ext.config import BalanceConfig, ConfigError, Section, wrong_value
 from megatron_ext.files.recipes import recipe_names, shipped_recipes
 from megatron_ext.files.yaml_files import check_yaml, faults_of, read_yaml
@@ -159,7 +160,8 @@ def load_config(
         try:
             OmegaConf.to_object(composed.balance)
         except ConfigError as error:
-            of_balance = error.problems
+            said = unknown_strategy(str(composed.balance.strategy))
+            of_balance = [*error.problems, *([said] if said else [])]
             composed.balance = defaults.balance
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:

@@ -183,6 +183,7 @@ class Training:
             "loss": loss / num_losses,
             "grad_norm": grad_norm,
             "skipped": 0 if made else 1,
+            "tokens": self.step * self._step_tokens,
             "lr": self.optimizer.param_groups[0]["lr"],
             "tokens_per_s": tokens_per_s,
             "step_ms": 1e3 * step_s,

@@ -21,11 +21,10 @@ from omegaconf import DictConfig
 
 from megatron_ext.config import ConfigError
 from megatron_ext.files.recipes import shipped_recipes
-from megatron_ext.trainer.compose import SCHEMA, load_config
+from megatron_ext.trainer.compose import SCHEMA, load_config, say_loading
+from megatron_ext.trainer.early import check_early
 from megatron_ext.trainer.reports.read import read_runs, run_files
 from megatron_ext.trainer.reports.run_page import FILE, write_run_page
-from megatron_ext.trainer.sinks.wandb import keep_comparison
-from megatron_ext.trainer.train import check, train
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +55,18 @@ def sweep(options: argparse.Namespace) -> None:
         overrides = [*fixed, *each, f"{_RUN_DIR}'{folder / run}'"]
         runs[run] = load_config(overrides, config_dir, options.config_name)
         runs[run].logging.wandb_group = runs[run].logging.wandb_group or folder.name
-        check(runs[run], num_ranks=num_ranks)
+        check_early(runs[run])
+    say_loading()
+    from megatron_ext.trainer import train  # Imports torch, as does the next.
+    from megatron_ext.trainer.sinks.wandb import keep_comparison
+
+    for config in runs.values():
+        train.check(config, num_ranks=num_ranks)
 
     def make(_: DictConfig) -> None:
         run = Path(HydraConfig.get().runtime.output_dir).name
         logger.info("%s", run)
-        train(runs[run], num_ranks=num_ranks, verbose=options.verbose)
+        train.train(runs[run], num_ranks=num_ranks, verbose=options.verbose)
 
     without = ",".join(word.lstrip("+").split("=")[0] for word in fixed)
     words += [

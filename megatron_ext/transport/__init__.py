@@ -1,7 +1,7 @@
 """Moves weights and gradients between mains and the slots of other ranks.
 
-A new transport is a file with `make` and an entry of `TRANSPORTS`; `auto` prefers later entries. A
-transport's file is imported when it is used.
+A new transport is a file with `make`, an entry of `TRANSPORTS`, and its name in `config.py`; `auto`
+prefers later entries. A transport's file is imported when it is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_ext.arguments import did_you_mean
 from megatron_ext.transport.reach import (
     first_obstacle,
     gather,
@@ -245,11 +244,6 @@ def resolve_transport(name: str, *, device_type: str = "cpu", mapped: bool = Tru
 
 
 def _kind(name: str, device_type: str) -> TransportKind:
-    if name not in TRANSPORTS:
-        raise ValueError(
-            f"balance.transport ({name!r}) is not available here; "
-            f"use 'auto' or one of {list(TRANSPORTS)}{did_you_mean(name, TRANSPORTS)}"
-        )
     needed = TRANSPORTS[name].device_type
     if needed not in (None, device_type):
         raise ValueError(

@@ -69,6 +69,8 @@ def test_a_word_that_is_missing_or_wrong_is_named_at_once(words, said):
 
 
 QUICKSTART = ["--config-name", "quickstart"]
+_ON_A_RACK = ["--hardware", "rack_64", "--model"]
+_SIMULATE = ["simulate", "recipes/traces", "--strategies", "quota", *_ON_A_RACK]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,9 @@ QUICKSTART = ["--config-name", "quickstart"]
         (["steps=0"], "error: steps (0) must be >= 1"),
         (["balance.slots=-1"], "error: balance.slots (-1) must be >= 0"),
         (["balance.strategy=quotaa"], "; did you mean quota?"),
+        (["balance.transport=nvlink"], "balance.transport ('nvlink') must be one of auto, "),
+        (["--multirun"], "--multirun: no setting has several values"),
+        (["--multirun", "balance.slots=-1,1"], "balance.slots (-1) must be >= 0"),
         (["megatron.moe_aux_loss_coeff=0.1"], "; here it is model.aux_loss"),
         (["data.path=recipes/trace"], "; did you mean recipes/traces?"),
         (["balance.placement=recipes/trace/a.npz"], "; did you mean recipes/traces?"),
@@ -108,6 +113,9 @@ def test_wrong_settings_are_said_before_torch_is_imported(words, said):
             ["whatif", "recipes/traces", "--model", "traced", "--hardware", "rack_6"],
             "; did you mean rack_64?",
         ),
+        (["whatif", "recipes/traces", *_ON_A_RACK, "trace"], "; did you mean traced?"),
+        ([*_SIMULATE, "qwen3_235"], "no model 'qwen3_235': no such file, and "),
+        ([*_SIMULATE, "traced", "--set", "model.layers=2"], "model.layers: there is no setting"),
     ],
 )
 def test_wrong_files_and_names_are_said_before_torch_is_imported(words, said):

@@ -555,7 +555,6 @@ PADDED = dict(
             "cuda_graph_impl ('local') must be 'none' or 'transformer_engine' or 'full_iteration'",
         ),
         ({}, dict(strategy="magic"), "unknown strategy 'magic'; known: "),
-        ({}, dict(transport="rdma"), "balance.transport ('rdma') is not available here"),
         ({}, dict(nvlink_domain=3), "balance.nvlink_domain (3) must divide"),
         ({}, dict(slots=257), "balance.slots (257) must be <= 256: transport shared_memory has"),
         (

@@ -84,11 +84,11 @@ WRONG = {
     ),
     "strategy and transport": (
         ["balance.strategy=magic", "balance.transport=nvlink"],
-        ["'magic'"],
+        ["balance.transport ('nvlink') must be one of auto", "'magic'"],
     ),
     "transport": (
         ["balance.transport=nvlink"],
-        ["balance.transport ('nvlink') is not available here"],
+        ["balance.transport ('nvlink') must be one of auto, collective, shared_memory"],
     ),
     "craft without a placement": (
         ["balance.strategy=craft"],

@@ -183,6 +183,7 @@ def test_run_directory(data: Path, tmp_path: Path) -> None:
             *("imbalance_before", "imbalance_after", "replicas"),
         }
         assert line["imbalance_before"] >= line["imbalance_after"] >= 1.0
+        assert line["tokens"] == 8 * 16 * line["step"]
         assert line["step_ms"] * line["tokens_per_s"] == pytest.approx(8 * 16 * 1e3)
         # Forward, and twice as much backward: two layers of attention (four matrices, and products
         # with half of 16 tokens), router and two experts of two matrices; and the logits.

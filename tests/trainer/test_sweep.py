@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.config import ConfigError
-from megatron_ext.trainer import sweep
+from megatron_ext.trainer import sweep, train
 from megatron_ext.trainer.command import parser
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.run_log import METRICS_FILE, read_metrics
@@ -28,7 +28,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
         (Path(config.run_dir) / METRICS_FILE).touch()
 
-    monkeypatch.setattr(sweep, "train", make)
+    monkeypatch.setattr(train, "train", make)
     return runs
 
 
@@ -56,14 +56,14 @@ def test_what_was_made_is_compared_where_a_run_fails(
 ) -> None:
     compared: list[Any] = []
     monkeypatch.setattr(sweep, "_compare", lambda folder, runs: compared.append(runs))
-    make = sweep.train
+    make = train.train
 
     def fail_second(config: TrainConfig, num_ranks: int | None) -> None:
         if config.balance.slots == 2:
             raise SystemExit(1)
         make(config, num_ranks=num_ranks)
 
-    monkeypatch.setattr(sweep, "train", fail_second)
+    monkeypatch.setattr(train, "train", fail_second)
     words = [*WORDS, f"data.path={data}", f"run_dir={tmp_path / 's'}"]
     with pytest.raises(SystemExit):
         sweep.sweep(parser().parse_intermixed_args(words))

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron_ext import config
 from megatron_ext.ops import has_cuda_part
 from megatron_ext.transport import (
     TRANSPORTS,
@@ -336,9 +337,10 @@ def test_several_groups_in_one_process(name: str) -> None:
     run_ranks(_move_in_groups, 4, name)
 
 
-def test_unknown_transport_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"balance.transport \('rdma'\).*'auto' or one of"):
-        resolve_transport("rdma")
+def test_settings_name_all_transports() -> None:
+    assert ("auto", *TRANSPORTS) == config.TRANSPORTS
+    with pytest.raises(ValueError, match=r"balance.transport \('rdma'\) must be one of auto, "):
+        config.BalanceConfig(transport="rdma")
 
 
 def test_devices_have_transports_of_their_own() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 from megatron_ext.data.tokenizer import padded_vocab_size
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.data import open_data
-from megatron_ext.trainer.model.settings import recipe_of, transformer_config, unquantized
 
 REPLICA_BYTES: dict[str, float] = {
     "fp32": 4,
@@ -170,6 +169,8 @@ def shape_of(config: TrainConfig, name: str) -> ModelShape:
     microbatches are counted for the ranks of the recipe, or else for as many data-parallel ranks as
     the EP group has. Layers that predict further tokens (MTP) are left out.
     """
+    from megatron_ext.trainer.model.settings import recipe_of  # Imports Megatron.
+
     model, parallel, data = config.model, config.parallel, config.data
     attention_params, attention_width = _attention(config)
     data_parallel = max(
@@ -200,6 +201,8 @@ def shape_of(config: TrainConfig, name: str) -> ModelShape:
 
 
 def _attention(config: TrainConfig) -> tuple[int, int]:
+    from megatron_ext.trainer.model.settings import transformer_config, unquantized
+
     megatron: Any = transformer_config(unquantized(config))
     hidden, heads = megatron.hidden_size, megatron.num_attention_heads
     if megatron.multi_latent_attention:

@@ -21,6 +21,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     "Gradient norm": ("grad_norm",),
     "Learning rate": ("lr",),
     "Optimizer steps left out": ("skipped",),
+    "Tokens so far": ("tokens",),
     "Imbalance, before and after": ("imbalance_before", "imbalance_after"),
     "Imbalance as computed, over layers and microbatches": (
         *("imbalance_after_p50", "imbalance_after_p90", "imbalance_after_p99"),

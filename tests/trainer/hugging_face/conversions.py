@@ -154,6 +154,9 @@ def main(folder: Path) -> None:
     imported, out = families["mixtral"] / "imported", folder / "mixed"
     words = ["checkpoint", "export-hf", imported, "--like", families["kimi_k2"] / "hub"]
     said["of another model"] = _run(command, [*words, "--out", out]) | {"left": _listed(out)}
+    like = _with_one_layer(families["qwen3_moe"] / "hub", folder / "of one layer")
+    words = ["checkpoint", "export-hf", families["qwen3_moe"] / "imported", "--like", like]
+    said["of more layers"] = _run(command, [*words, "--out", out]) | {"left": _listed(out)}
     words = ["checkpoint", "import-hf", families["mixtral"] / "hub", "--out", out, "--dry-run"]
     said["dry run"] = _run(command, words) | {"left": _listed(out)}
     said["bridge"] = _in_bridge(families["qwen3_moe"] / "hub")
@@ -189,6 +192,16 @@ def _lead_outside(hub: Path) -> None:
     content = json.loads(index.read_text())
     content["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
     index.write_text(json.dumps(content))
+
+
+def _with_one_layer(hub: Path, like: Path) -> Path:
+    """Copy a model as if it had its first layer only."""
+    shutil.copytree(hub, like)
+    _change(like / "config.json", num_hidden_layers=1, layer_types=["full_attention"])
+    tensors = load_file(like / "model.safetensors")
+    kept = {name: each for name, each in tensors.items() if not name.startswith("model.layers.1.")}
+    save_file(kept, like / "model.safetensors")
+    return like
 
 
 def _full_disk(hub: Path) -> Any:

@@ -145,7 +145,10 @@ def test_a_dry_run_and_a_refused_export_write_nothing(converted: Path) -> None:
     assert "are free: enough\n" in said["dry run"]["stdout"]
     assert said["of another model"]["status"] == 2
     assert "step_00000000 is not of the model of" in said["of another model"]["stderr"]
-    assert said["dry run"]["left"] == said["of another model"]["left"] == []
+    assert said["of more layers"]["status"] == 2
+    assert re.search(r"is \[2, .*\], not \[1, .*\]\n$", said["of more layers"]["stderr"])
+    names = ("dry run", "of another model", "of more layers")
+    assert [said[name]["left"] for name in names] == [[], [], []]
 
 
 def test_bridge_exports_a_balanced_model_and_reads_its_settings(converted: Path) -> None:
