@@ -135,18 +135,6 @@ __device__ bool is_set(const bool& flag) {
 // Whose plan a block keeps: not a warp's.
 constexpr int kBest = kWarps;
 
-// What the tries of a block read of their domain, but for arrays.
-template <class Amount>
-struct Sizes {
-    int ranks;
-    int mains;
-    int slots;
-    uint32_t per_slot;
-    Amount min_quota;
-    bool even;
-    bool is_stopped;
-};
-
 // A block's loads and tries in shared memory, for so many ranks, experts and slots or fewer. Where
 // they are is known to the compiler, but for the warp: it takes no read to find out.
 template <int kMostRanks, int kMostExperts, int kMostSlots>
@@ -168,8 +156,8 @@ struct SharedMemory {
     }
 
     // By the whole block, which waits before it tries.
-    __device__ void copy(const Sizes<Amount>& sizes, const Domain<int64_t>& domain) const {
-        if (threadIdx.x == 0) SharedMemory::sizes() = sizes;
+    __device__ void copy(const DomainSizes<Amount>& sizes, const Domain<int64_t>& domain) const {
+        if (threadIdx.x == 0) placed() = {sizes, /*is_stopped=*/false};
         copy_loads(domain, loads(), loads() + kMostExperts, order());
         // Of ranks that there are not, collectives read what they ignore: it has to be an index.
         auto* const own = reinterpret_cast<float4*>(memory(DeviceWarp::warp()));
@@ -181,16 +169,7 @@ struct SharedMemory {
     }
 
     __device__ Domain<Amount> domain() const {
-        const Sizes<Amount>& sizes = SharedMemory::sizes();
-        return {sizes.ranks,
-                sizes.mains,
-                sizes.slots,
-                sizes.per_slot,
-                sizes.min_quota,
-                sizes.even,
-                loads(),
-                loads() + kMostExperts,
-                order()};
+        return {placed().sizes, loads(), loads() + kMostExperts, order()};
     }
     __device__ TryMemory<Amount> of(int warp) const {
         TryMemory<Amount> placed;
@@ -199,18 +178,20 @@ struct SharedMemory {
     }
     __device__ TryMemory<Amount> arrays() const { return of(DeviceWarp::warp()); }
 
-    __device__ void stop() const { set_flag(sizes().is_stopped); }
-    __device__ bool is_stopped() const { return is_set(sizes().is_stopped); }
+    __device__ void stop() const { set_flag(placed().is_stopped); }
+    __device__ bool is_stopped() const { return is_set(placed().is_stopped); }
 
   private:
-    static constexpr int kLoads = 32;  // behind the sizes
+    struct Placed {
+        DomainSizes<Amount> sizes;
+        bool is_stopped;
+    };
+    static constexpr int kLoads = 32;  // behind what is placed first
     static constexpr int kOrder = kLoads + sizeof(Amount) * (kMostExperts + kMostRanks);
     static constexpr int kTries = kOrder + sizeof(int32_t) * kMostRanks;
-    static_assert(sizeof(Sizes<Amount>) <= kLoads && kTries % 16 == 0, "where arrays may begin");
+    static_assert(sizeof(Placed) <= kLoads && kTries % 16 == 0, "where arrays may begin");
 
-    __device__ static Sizes<Amount>& sizes() {
-        return *reinterpret_cast<Sizes<Amount>*>(dynamic_memory);
-    }
+    __device__ static Placed& placed() { return *reinterpret_cast<Placed*>(dynamic_memory); }
     __device__ static char* memory() { return reinterpret_cast<char*>(dynamic_memory); }
     __device__ static char* memory(int warp) { return memory() + kTries + warp * try_bytes(); }
     __device__ static Amount* loads() { return reinterpret_cast<Amount*>(memory() + kLoads); }
@@ -224,7 +205,7 @@ struct GlobalMemory {
     static constexpr int kRanks = 0;
     char* start;
 
-    __device__ void copy(const Sizes<Amount>& sizes, const Domain<int64_t>& domain) const {
+    __device__ void copy(const DomainSizes<Amount>& sizes, const Domain<int64_t>& domain) const {
         auto* const expert_load = reinterpret_cast<Amount*>(start);
         auto* const home_load = expert_load + domain.experts();
         copy_loads(domain, expert_load, home_load, nullptr);
@@ -239,15 +220,7 @@ struct GlobalMemory {
         }
         if (thread == 0) {
             placed().is_stopped = false;
-            placed().domain = {sizes.ranks,
-                               sizes.mains,
-                               sizes.slots,
-                               sizes.per_slot,
-                               sizes.min_quota,
-                               sizes.even,
-                               expert_load,
-                               home_load,
-                               domain.busiest_first};
+            placed().domain = {sizes, expert_load, home_load, domain.busiest_first};
         }
     }
 
@@ -302,8 +275,7 @@ class BlockPlanner {
                      domain.slots,
                      domain.per_slot,
                      static_cast<Amount>(problem.min_quota),
-                     domain.even,
-                     /*is_stopped=*/false},
+                     domain.even},
                     domain);
         __syncthreads();
     }

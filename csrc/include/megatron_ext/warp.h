@@ -7,7 +7,6 @@
 #pragma once
 
 #include <algorithm>
-#include <climits>
 #include <cstdint>
 #include <limits>
 #include <numeric>

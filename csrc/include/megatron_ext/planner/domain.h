@@ -7,7 +7,6 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 
 #include "megatron_ext/warp.h"
 
@@ -19,18 +18,16 @@ template <class T>
 using Array = T*;
 #endif
 
-// Amount: int32 if nothing that a try compares leaves 32 bits (is_narrow), else int64.
+// A domain but for its arrays. Amount: int32 if nothing that a try compares leaves 32 bits
+// (is_narrow), else int64.
 template <class Amount>
-struct Domain {
+struct DomainSizes {
     int ranks;          // D
     int mains;          // M
     int slots;          // S
     uint32_t per_slot;  // see per_slot_of
     Amount min_quota;
     bool even;  // whether no rank may be idler than the others by more than one assignment
-    Array<const Amount> expert_load;     // [D * M] assignments of all sources
-    Array<const Amount> home_load;       // [D] assignments of a rank's mains
-    Array<const int32_t> busiest_first;  // [D] ranks
 
     MEGATRON_EXT_HOST_DEVICE int experts() const { return ranks * mains; }
 
@@ -42,6 +39,14 @@ struct Domain {
     MEGATRON_EXT_HOST_DEVICE static uint32_t per_slot_of(int slots) {
         return slots > 0 ? (uint32_t{1} << 31) / static_cast<uint32_t>(slots) + 1 : 0;
     }
+};
+
+template <class Amount>
+struct Domain : DomainSizes<Amount> {
+    Array<const Amount> expert_load;     // [D * M] assignments of all sources
+    Array<const Amount> home_load;       // [D] assignments of a rank's mains
+    Array<const int32_t> busiest_first;  // [D] ranks
+
     MEGATRON_EXT_HOST_DEVICE Amount before() const { return home_load[busiest_first[0]]; }
 };
 
