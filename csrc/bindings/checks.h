@@ -1,19 +1,91 @@
-// Checks of the ops' arguments, for host and device alike. Each failed check is a ValueError that
-// names the argument, its value and the rule.
+// Checks of what the ops and the native classes are given, for host and device alike. Each failed
+// check is a ValueError that names the argument, its value and the rule. What tensors on a GPU hold
+// is trusted: to look at it, the host would have to wait.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
 #include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "megatron_ext/api.h"
+#include "megatron_ext/exchange.h"
 #include "megatron_ext/row_table.h"
 
 namespace megatron_ext {
 
 using at::Tensor;
+
+inline void check_number(const char* name, int64_t number, int64_t least, int64_t most) {
+    TORCH_CHECK_VALUE(number >= least && number <= most,
+                      name,
+                      " (",
+                      number,
+                      ") must be from ",
+                      least,
+                      " to ",
+                      most);
+}
+
+inline void check_length(const char* name, size_t length, size_t expected) {
+    TORCH_CHECK_VALUE(length == expected, name, " must be ", expected, " here, got ", length);
+}
+
+// What a tensor is, for messages.
+inline std::string kind_of(const Tensor& tensor) {
+    const bool strided = tensor.layout() == at::kStrided;
+    return c10::str(strided && tensor.is_contiguous() ? "" : "non-contiguous ",
+                    tensor.scalar_type(),
+                    " ",
+                    tensor.sizes(),
+                    " on ",
+                    tensor.device());
+}
+
+// Whether it is memory that may be read and written from its first element on.
+inline bool is_memory(const Tensor& tensor, at::ScalarType type, at::Device device) {
+    return tensor.layout() == at::kStrided && tensor.scalar_type() == type &&
+           tensor.device() == device && tensor.is_contiguous();
+}
+
+// The bits of all words together: no less than the largest of them, and negative if one is. Eight
+// at a time, because one after the other would wait for each other.
+inline int64_t bits_of(const int64_t* words, int64_t count) {
+    int64_t bits[8] = {};
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        for (int lane = 0; lane < 8; ++lane) bits[lane] |= words[i + lane];
+    }
+    for (; i < count; ++i) bits[0] |= words[i];
+    for (int lane = 1; lane < 8; ++lane) bits[0] |= bits[lane];
+    return bits[0];
+}
+
+// Assignments in memory of the host, any of which may be summed.
+inline void check_counts(const char* name, const int64_t* counts, int64_t count, int64_t most) {
+    const int64_t bits = bits_of(counts, count);
+    if (bits >= 0 && bits <= most) return;
+    const auto [least, largest] = std::minmax_element(counts, counts + count);
+    TORCH_CHECK_VALUE(*least >= 0 && *largest <= most,
+                      name,
+                      " must have assignments from 0 to ",
+                      most,
+                      ", so that their sums fit int64, got ",
+                      *least < 0 ? *least : *largest);
+}
+
+// A load [R, E], or a batch of loads that follow each other.
+inline void check_load(const Tensor& loads) {
+    const int64_t pairs = loads.size(-2) * loads.size(-1);
+    check_counts("load", loads.const_data_ptr<int64_t>(), loads.numel(), INT64_MAX / pairs);
+}
 
 inline void check_int64(const char* name, const Tensor& tensor) {
     TORCH_CHECK_VALUE(
@@ -28,25 +100,21 @@ inline at::ScalarType total_type(at::ScalarType type, at::ScalarType of_grads) {
 // Whether a main is bytes that fill the start of a slot: a part of a quantized weight, which may be
 // shorter in one direction than in the other.
 inline bool is_shorter(const Tensor& main, const Tensor& slots) {
-    return main.scalar_type() == at::kByte && slots.scalar_type() == at::kByte &&
-           main.is_contiguous() && main.device() == slots.device() && main.dim() == 1 &&
-           slots.dim() == 2 && main.size(0) < slots.size(1);
+    return is_memory(main, at::kByte, slots.device()) && slots.scalar_type() == at::kByte &&
+           main.dim() == 1 && slots.dim() == 2 && main.size(0) < slots.size(1);
 }
 
 // A row that a table takes.
 inline void check_row(const Tensor& row, at::Device device, const RowTable& table) {
-    TORCH_CHECK_VALUE(row.dim() == 1 && row.scalar_type() == at::kLong && row.is_contiguous() &&
-                          row.device() == device && row.numel() <= table.num_words,
-                      "row must be contiguous int64 of at most ",
-                      table.num_words,
-                      " words on ",
-                      device,
-                      ", got ",
-                      row.scalar_type(),
-                      " ",
-                      row.sizes(),
-                      " on ",
-                      row.device());
+    TORCH_CHECK(table.num_ranks > 0, "gather needs a table of rows: call set_table() first");
+    TORCH_CHECK_VALUE(
+        is_memory(row, at::kLong, device) && row.dim() == 1 && row.numel() <= table.num_words,
+        "row must be contiguous int64 of at most ",
+        table.num_words,
+        " words on ",
+        device,
+        ", got ",
+        kind_of(row));
 }
 
 // Memory for the rows of all ranks: `into`, on the row's device or pinned, or new memory.
@@ -56,19 +124,15 @@ inline Tensor rows_for(const Tensor& row,
     if (!into.has_value()) {
         return at::empty({table.num_ranks, row.numel()}, row.options());
     }
-    TORCH_CHECK_VALUE(into->numel() == table.num_ranks * row.numel() &&
-                          into->scalar_type() == at::kLong && into->is_contiguous() &&
+    TORCH_CHECK_VALUE(is_memory(*into, at::kLong, into->device()) &&
+                          into->numel() == table.num_ranks * row.numel() &&
                           (into->device() == row.device() || into->is_pinned()),
                       "into must be contiguous int64 [",
                       table.num_ranks * row.numel(),
                       "] on ",
                       row.device(),
                       " or pinned, got ",
-                      into->scalar_type(),
-                      " ",
-                      into->sizes(),
-                      " on ",
-                      into->device());
+                      kind_of(*into));
     return *into;
 }
 
@@ -102,6 +166,22 @@ inline void check_experts(int64_t ranks, int64_t experts) {
                       ranks,
                       " and E = ",
                       experts);
+    TORCH_CHECK_VALUE(ranks <= kMaxRanks && experts <= kMaxExperts,
+                      "there must be at most ",
+                      kMaxRanks,
+                      " ranks and ",
+                      kMaxExperts,
+                      " experts, got R = ",
+                      ranks,
+                      " and E = ",
+                      experts);
+}
+
+// Slots of a rank in domains of so many ranks.
+inline void check_num_slots(int64_t num_slots, int64_t ranks, int64_t domain) {
+    const auto exact = std::sqrt(static_cast<double>(INT32_MAX) / static_cast<double>(domain));
+    check_number(
+        "num_slots", num_slots, 0, std::min(kMaxReplicas / ranks, static_cast<int64_t>(exact)));
 }
 
 inline QuotaProblem quota_problem(const Tensor& load,
@@ -115,14 +195,14 @@ inline QuotaProblem quota_problem(const Tensor& load,
     const int64_t ranks = load.size(-2);
     const int64_t experts = load.size(-1);
     check_experts(ranks, experts);
-    TORCH_CHECK_VALUE(num_slots >= 0, "num_slots (", num_slots, ") must be >= 0");
     TORCH_CHECK_VALUE(nvlink_domain >= 1 && ranks % nvlink_domain == 0,
                       "nvlink_domain (",
                       nvlink_domain,
                       ") must divide R (",
                       ranks,
                       ")");
-    TORCH_CHECK_VALUE(tolerance_ppm >= 0, "tolerance_ppm (", tolerance_ppm, ") must be >= 0");
+    check_num_slots(num_slots, ranks, nvlink_domain);
+    check_number("tolerance_ppm", tolerance_ppm, 0, kMaxTolerancePpm);
     TORCH_CHECK_VALUE(min_quota >= 1, "min_quota (", min_quota, ") must be >= 1");
     return {ranks, experts, num_slots, nvlink_domain, tolerance_ppm, min_quota};
 }
@@ -136,9 +216,12 @@ inline Tolerances tolerances_of(at::IntArrayRef ppm) {
                       count);
     Tolerances tolerances{{}, count};
     for (int64_t i = 0; i < count; ++i) {
-        TORCH_CHECK_VALUE(ppm[i] >= 0 && (i == 0 || ppm[i] < ppm[i - 1]),
-                          "tolerances_ppm must be >= 0 and go from loose to tight, got ",
-                          ppm);
+        TORCH_CHECK_VALUE(
+            ppm[i] >= 0 && ppm[i] <= kMaxTolerancePpm && (i == 0 || ppm[i] < ppm[i - 1]),
+            "tolerances_ppm must be from 0 to ",
+            kMaxTolerancePpm,
+            " and go from loose to tight, got ",
+            ppm);
         tolerances.ppm[i] = ppm[i];
     }
     return tolerances;
@@ -179,12 +262,7 @@ inline void check_split(const Tensor& load,
                       " and ",
                       quota.sizes());
     check_experts(load.size(0), load.size(1));
-    TORCH_CHECK_VALUE(
-        !source_rank.has_value() || (*source_rank >= 0 && *source_rank < load.size(0)),
-        "source_rank (",
-        source_rank.value_or(0),
-        ") must be a rank of the EP group, 0 to ",
-        load.size(0) - 1);
+    if (source_rank.has_value()) check_number("source_rank", *source_rank, 0, load.size(0) - 1);
 }
 
 // A plan, and the load that it is for.
@@ -201,6 +279,7 @@ inline void check_planned(const Tensor& load,
         slots.scalar_type(),
         " ",
         slots.sizes());
+    check_num_slots(slots.size(1), load.size(0), 1);
 }
 
 // Physical experts of a rank, M + S.
@@ -269,18 +348,19 @@ inline void check_seal(const Tensor& seal, at::Device device) {
         seal.device());
 }
 
-// The last column of what was `gathered` [R, any], contiguous; `difference` [2 + R] is where the
-// host reads it.
+// The last column of what was `gathered` [R * T, any]; `difference` [2 + R * T] is where the host
+// reads it.
 inline Seals seals_of(const Tensor& gathered, int64_t layer, const Tensor& difference) {
-    check_int64("gathered", gathered);
-    check_int64("difference", difference);
-    TORCH_CHECK_VALUE(gathered.dim() == 2 && gathered.size(1) >= 1 && gathered.is_contiguous() &&
-                          difference.is_contiguous() && difference.device().is_cpu() &&
-                          difference.numel() == 2 + gathered.size(0),
-                      "gathered must be [R, 1 or more] and difference [2 + R] on the CPU, got ",
-                      gathered.sizes(),
-                      " and ",
-                      difference.sizes());
+    TORCH_CHECK_VALUE(is_memory(gathered, at::kLong, gathered.device()) && gathered.dim() == 2 &&
+                          gathered.size(1) >= 1,
+                      "gathered must be contiguous int64 [R * T, 1 or more], got ",
+                      kind_of(gathered));
+    TORCH_CHECK_VALUE(
+        is_memory(difference, at::kLong, at::kCPU) && difference.numel() == 2 + gathered.size(0),
+        "difference must be contiguous int64 [",
+        2 + gathered.size(0),
+        "] on the CPU, got ",
+        kind_of(difference));
     return {gathered.const_data_ptr<int64_t>() + gathered.size(1) - 1,
             gathered.size(1),
             gathered.size(0),
@@ -304,12 +384,36 @@ inline AssignProblem assign_problem(const Tensor& routing_map,
                       " and ",
                       physical_index.sizes());
     check_experts(source_quota.size(1), source_quota.size(0));
-    TORCH_CHECK_VALUE(top_k >= 1 && top_k <= routing_map.size(1),
-                      "top_k (",
-                      top_k,
-                      ") must be from 1 to the number of experts, ",
-                      routing_map.size(1));
+    check_number("top_k", top_k, 1, routing_map.size(1));
     return {routing_map.size(0), routing_map.size(1), source_quota.size(1), top_k};
+}
+
+// What `assign` has found wrong.
+inline void check_assigned(bool agree,
+                           const AssignProblem& problem,
+                           const int64_t* source_quota,
+                           const int64_t* physical_index) {
+    if (agree) return;
+    for (int64_t i = 0; i < problem.num_experts * problem.num_ranks; ++i) {
+        if (source_quota[i] == 0) continue;
+        TORCH_CHECK_VALUE(source_quota[i] > 0,
+                          "source_quota must be >= 0, got ",
+                          source_quota[i],
+                          " of expert ",
+                          i / problem.num_ranks);
+        TORCH_CHECK_VALUE(physical_index[i] >= 0 && physical_index[i] <= INT32_MAX,
+                          "physical_index must be from 0 to ",
+                          INT32_MAX,
+                          " where source_quota is not 0, got ",
+                          physical_index[i],
+                          " of expert ",
+                          i / problem.num_ranks);
+    }
+    TORCH_CHECK(false,
+                "routing_map and source_quota count different assignments: not the same "
+                "microbatch, or a token has more than top_k (",
+                problem.top_k,
+                ") choices");
 }
 
 inline void check_marks(const Tensor& marks, at::IntArrayRef shape) {
@@ -345,8 +449,12 @@ inline void check_values(const Tensor& values) {
 }
 
 // `values` [N, P] come back from where `physical` [N, K] says to where `logical` says.
-inline void check_place_back(const Tensor& values, const Tensor& logical, const Tensor& physical) {
+inline void check_place_back(const Tensor& values,
+                             const Tensor& logical,
+                             const Tensor& physical,
+                             int64_t num_experts) {
     check_values(values);
+    check_number("num_experts", num_experts, 1, kMaxExperts);
     for (const Tensor& index : {logical, physical}) {
         TORCH_CHECK_VALUE(
             index.dim() == 2 && index.scalar_type() == at::kInt && index.size(0) == values.size(0),
@@ -394,5 +502,222 @@ inline void check_placed(const Tensor& probs,
                       " ",
                       placed_map.sizes());
 }
+
+// A time limit of waits, as double and in nanoseconds.
+inline void check_timeout(double timeout_s) {
+    constexpr double kMost = 9e9;  // nearly 2^63 nanoseconds
+    TORCH_CHECK_VALUE(timeout_s > 0 && timeout_s <= kMost,
+                      "timeout_s (",
+                      timeout_s,
+                      ") must be above 0 and at most ",
+                      kMost,
+                      " seconds");
+}
+
+// A generation to go on behind, once what was under way is aborted. The last one used is
+// `aborted_at`, if there was an abort.
+inline void check_restart(int64_t generation, std::optional<int64_t> aborted_at) {
+    TORCH_CHECK(aborted_at.has_value(), "restart must follow abort");
+    check_number("generation", generation, *aborted_at, kMaxGeneration);
+}
+
+inline RowTable row_table(int64_t num_ranks, int64_t num_words) {
+    check_number("num_ranks", num_ranks, 1, kMaxRanks);
+    check_number("num_words", num_words, 1, int64_t{1} << 40);
+    return {num_ranks, num_words};
+}
+
+// `segments` are ids of the `slots` that were added, for each part of an expert. Returns how many
+// slots a rank has: all of them the same; 0 of none.
+inline int64_t check_segments(const std::vector<int64_t>& segments,
+                              const std::vector<Tensor>& slots) {
+    for (const int64_t segment : segments) {
+        TORCH_CHECK_VALUE(segment >= 0 && segment < static_cast<int64_t>(slots.size()),
+                          "segments must be ids of the ",
+                          slots.size(),
+                          " that were added, got ",
+                          segment);
+        TORCH_CHECK_VALUE(slots[segment].size(0) == slots[segments.front()].size(0),
+                          "segments must have equally many slots, got ",
+                          slots[segments.front()].size(0),
+                          " and ",
+                          slots[segment].size(0));
+    }
+    return segments.empty() ? 0 : slots[segments.front()].size(0);
+}
+
+// A plan's slots, int32 [R, S].
+inline void check_slots(const Tensor& slots,
+                        int64_t num_ranks,
+                        int64_t num_slots,
+                        at::Device device) {
+    TORCH_CHECK_VALUE(is_memory(slots, at::kInt, device) && slots.dim() == 2 &&
+                          slots.size(0) == num_ranks && slots.size(1) == num_slots,
+                      "slots must be contiguous int32 [",
+                      num_ranks,
+                      ", ",
+                      num_slots,
+                      "] on ",
+                      device,
+                      ", got ",
+                      kind_of(slots));
+}
+
+// A tensor that is moved to or from a slot, or added to a slot's.
+inline void check_like_slot(const char* name,
+                            const Tensor& tensor,
+                            const Tensor& slots,
+                            at::ScalarType type) {
+    const at::IntArrayRef shape = slots.sizes().slice(1);
+    TORCH_CHECK_VALUE(is_memory(tensor, type, slots.device()) && tensor.sizes() == shape,
+                      name,
+                      " must be contiguous ",
+                      type,
+                      " ",
+                      shape,
+                      " on ",
+                      slots.device(),
+                      ", as its slot is, got ",
+                      kind_of(tensor));
+}
+
+// The memory that the ranks of an exchange share: the regions of one use by rank, each as this
+// rank's own or, of a rank that is out of reach, empty. Flags are the first and say who is.
+class Reach {
+  public:
+    explicit Reach(int64_t rank) : rank_(rank) { check_number("rank", rank, 0, kMaxRanks - 1); }
+
+    int64_t num_ranks() const { return static_cast<int64_t>(is_near_.size()); }
+
+    void set_flags(const std::vector<Tensor>& by_rank) {
+        TORCH_CHECK(is_near_.empty(), "the flags are set already");
+        TORCH_CHECK_VALUE(static_cast<int64_t>(by_rank.size()) > rank_ &&
+                              static_cast<int64_t>(by_rank.size()) <= kMaxRanks,
+                          "flags must be of more ranks than rank (",
+                          rank_,
+                          ") and at most ",
+                          kMaxRanks,
+                          ", got ",
+                          by_rank.size());
+        std::vector<bool> is_near;
+        for (const Tensor& each : by_rank) is_near.push_back(each.numel() > 0);
+        const auto bytes = static_cast<int64_t>(sizeof(SlotFlags));
+        TORCH_CHECK_VALUE(is_near[rank_] && by_rank[rank_].numel() % bytes == 0,
+                          "flags must be ",
+                          bytes,
+                          " bytes for each slot, got ",
+                          kind_of(by_rank[rank_]));
+        check_regions("flags", by_rank, is_near, at::kByte);
+        is_near_ = std::move(is_near);
+    }
+
+    void check_segment(const std::vector<Tensor>& by_rank, int64_t most_slots) const {
+        check_length("slot buffers", by_rank.size(), is_near_.size());
+        const Tensor& mine = by_rank[rank_];
+        TORCH_CHECK_VALUE(
+            mine.dim() >= 1 && mine.size(0) >= 1 && mine.size(0) <= most_slots && mine.numel() > 0,
+            "a slot buffer must have 1 to ",
+            most_slots,
+            " slots with elements, got ",
+            mine.sizes());
+        check_regions("slot buffer", by_rank, is_near_, mine.scalar_type());
+    }
+
+    // Of the table of rows, where each rank waits for all.
+    void check_table(const std::vector<Tensor>& by_rank, const RowTable& table) const {
+        check_length("tables", by_rank.size(), is_near_.size());
+        TORCH_CHECK_VALUE(by_rank[rank_].numel() == table.bytes(),
+                          "a table must be ",
+                          table.bytes(),
+                          " bytes, got ",
+                          kind_of(by_rank[rank_]));
+        check_regions("table", by_rank, std::vector<bool>(is_near_.size(), true), at::kByte);
+    }
+
+    // Another rank, and a slot of it or of this rank.
+    void check(const char* name, const Place& place, int64_t num_slots) const {
+        TORCH_CHECK_VALUE(place.rank >= 0 && place.rank < num_ranks() && place.rank != rank_ &&
+                              is_near_[place.rank],
+                          name,
+                          " must name other ranks in reach of rank ",
+                          rank_,
+                          ", below ",
+                          num_ranks(),
+                          ", got rank ",
+                          place.rank);
+        TORCH_CHECK_VALUE(place.slot >= 0 && place.slot < num_slots,
+                          name,
+                          " must name slots from 0 to ",
+                          num_slots - 1,
+                          ", got slot ",
+                          place.slot);
+    }
+
+    // Places in a list of ranks and slots: `count` of them from `first` on, or all.
+    std::vector<Place> places(const char* name,
+                              const std::vector<int64_t>& flat,
+                              int64_t num_slots,
+                              size_t first,
+                              int64_t count) const {
+        const auto left = static_cast<int64_t>(flat.size() - first);
+        TORCH_CHECK_VALUE(count >= 1 && count <= left / 2,
+                          name,
+                          " must have 1 or more ranks and slots behind their number, got the "
+                          "number ",
+                          count,
+                          " and ",
+                          left,
+                          " behind it");
+        std::vector<Place> found;
+        for (size_t i = first; i < first + 2 * static_cast<size_t>(count); i += 2) {
+            found.push_back({flat[i], flat[i + 1]});
+            check(name, found.back(), num_slots);
+        }
+        return found;
+    }
+    std::vector<Place> places(const char* name,
+                              const std::vector<int64_t>& flat,
+                              int64_t num_slots) const {
+        TORCH_CHECK_VALUE(
+            flat.size() % 2 == 0, name, " must be ranks and slots, got ", flat.size(), " numbers");
+        if (flat.empty()) return {};
+        return places(name, flat, num_slots, 0, static_cast<int64_t>(flat.size()) / 2);
+    }
+
+  private:
+    void check_regions(const char* name,
+                       const std::vector<Tensor>& by_rank,
+                       const std::vector<bool>& is_near,
+                       at::ScalarType type) const {
+        const Tensor& mine = by_rank[rank_];
+        for (size_t r = 0; r < by_rank.size(); ++r) {
+            const Tensor& each = by_rank[r];
+            TORCH_CHECK_VALUE(is_near[r] || each.numel() == 0,
+                              name,
+                              " of rank ",
+                              r,
+                              " must be empty, as the rank is out of reach, got ",
+                              kind_of(each));
+            if (!is_near[r]) continue;
+            TORCH_CHECK_VALUE(
+                is_memory(each, type, at::kCPU) && each.sizes() == mine.sizes() &&
+                    reinterpret_cast<uintptr_t>(each.const_data_ptr()) % alignof(SlotFlags) == 0,
+                name,
+                " of rank ",
+                r,
+                " must be contiguous ",
+                type,
+                " ",
+                mine.sizes(),
+                " on the CPU, aligned to ",
+                alignof(SlotFlags),
+                " bytes, got ",
+                kind_of(each));
+        }
+    }
+
+    const int64_t rank_;
+    std::vector<bool> is_near_;  // [R]; none before the flags are set
+};
 
 }  // namespace megatron_ext

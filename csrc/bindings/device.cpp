@@ -272,7 +272,7 @@ Tensor place_back_op(const Tensor& grad,
                      const Tensor& logical,
                      const Tensor& physical,
                      int64_t num_experts) {
-    check_place_back(grad, logical, physical);
+    check_place_back(grad, logical, physical, num_experts);
     check_one_device({grad, logical, physical});
     const c10::cuda::CUDAGuard guard(grad.device());
     const Tensor from = grad.contiguous();

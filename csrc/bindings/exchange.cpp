@@ -20,23 +20,6 @@ namespace {
 
 using at::Tensor;
 
-// What lists of integers of a fixed width hold, row by row.
-std::vector<Place> places(const std::vector<int64_t>& flat) {
-    std::vector<Place> found;
-    for (size_t i = 0; i + 1 < flat.size(); i += 2) found.push_back({flat[i], flat[i + 1]});
-    return found;
-}
-
-uint64_t seal_of(const Tensor& slots) {
-    const Tensor held = slots.contiguous();
-    TORCH_CHECK_VALUE(held.scalar_type() == at::kInt && held.device().is_cpu(),
-                      "slots must be int32 on the CPU, got ",
-                      held.scalar_type(),
-                      " on ",
-                      held.device());
-    return sealed_words(held.const_data_ptr<int32_t>(), held.numel(), 0, 0, 1);
-}
-
 GradType grad_type(const Tensor& grads) {
     switch (grads.scalar_type()) {
         case at::kFloat:
@@ -56,34 +39,29 @@ GradType grad_type(const Tensor& grads) {
 class TensorExchange : public torch::CustomClassHolder {
   public:
     TensorExchange(int64_t rank, double timeout_s, int64_t max_delay_us)
-        : rank_(rank), exchange_(std::make_unique<Exchange>(rank, timeout_s, max_delay_us)) {}
+        : rank_(rank), reach_(rank) {
+        check_timeout(timeout_s);
+        check_number("max_delay_us", max_delay_us, 0, 1'000'000);
+        exchange_ = std::make_unique<Exchange>(rank, timeout_s, max_delay_us);
+    }
 
     // `by_rank`: the ranks' regions as bytes, zeroed; none for a rank that is out of reach, to or
     // from which nothing may move. So with segments.
     void set_flags(std::vector<Tensor> by_rank) {
-        max_slots_ = by_rank.at(rank_).nbytes() / sizeof(SlotFlags);
-        std::vector<SlotFlags*> flags;
-        for (const Tensor& bytes : by_rank) {
-            flags.push_back(static_cast<SlotFlags*>(bytes.mutable_data_ptr()));
-        }
-        open().set_flags(std::move(flags));
+        Exchange& exchange = open();
+        reach_.set_flags(by_rank);
+        max_slots_ = by_rank[rank_].numel() / static_cast<int64_t>(sizeof(SlotFlags));
+        exchange.set_flags(starts_of<SlotFlags>(by_rank));
         keep(std::move(by_rank));
     }
 
     // `by_rank`: each rank's [S, *shape] buffer of one segment.
     int64_t add_segment(std::vector<Tensor> by_rank) {
-        const Tensor& like = by_rank.at(rank_);
-        TORCH_CHECK_VALUE(like.dim() >= 1 && like.size(0) >= 1 && like.size(0) <= max_slots_,
-                          "a slot buffer must have 1 to ",
-                          max_slots_,
-                          " slots, got ",
-                          like.sizes());
-        std::vector<std::byte*> bases;
-        for (const Tensor& buffer : by_rank) {
-            bases.push_back(static_cast<std::byte*>(buffer.mutable_data_ptr()));
-        }
-        const int64_t segment = open().add_segment(
-            std::move(bases), static_cast<int64_t>(like.nbytes()) / like.size(0));
+        Exchange& exchange = open();
+        reach_.check_segment(by_rank, max_slots_);
+        const Tensor& like = by_rank[rank_];
+        const int64_t segment = exchange.add_segment(
+            starts_of<std::byte>(by_rank), static_cast<int64_t>(like.nbytes()) / like.size(0));
         buffers_.push_back(like);
         keep(std::move(by_rank));
         return segment;
@@ -103,21 +81,39 @@ class TensorExchange : public torch::CustomClassHolder {
                        const Tensor& slots,
                        std::string label) {
         Exchange& exchange = open();
-        PushTask task{
-            segments, {}, slots_of(segments), places(expected), std::move(label), seal_of(slots)};
-        size_t used = 0;
-        for (size_t i = 0; i + 2 < copies.size();) {
-            CopyTask copy{{}, {copies[i], copies[i + 1]}, {}};
-            const int64_t end = static_cast<int64_t>(i) + 3 + 2 * copies[i + 2];
-            copy.destinations =
-                places({copies.begin() + static_cast<int64_t>(i) + 3, copies.begin() + end});
-            if (copy.relayed.rank < 0) {
-                for (const int64_t segment : segments) {
-                    copy.main_segments.push_back(main_segment(mains.at(used++), segment));
-                }
+        const int64_t num_slots = check_segments(segments, buffers_);
+        const Tensor held = slots.contiguous();
+        check_slots(held, reach_.num_ranks(), num_slots, at::kCPU);
+        PushTask task{segments,
+                      {},
+                      num_slots,
+                      reach_.places("expected", expected, num_slots),
+                      std::move(label),
+                      sealed_words(held.const_data_ptr<int32_t>(), held.numel(), 0, 0, 1)};
+        size_t from_mains = 0;
+        for (size_t i = 0; i < copies.size();) {
+            TORCH_CHECK_VALUE(copies.size() - i > 2,
+                              "copies must each be a source, a number and destinations, got ",
+                              copies.size() - i,
+                              " numbers for the last one");
+            CopyTask copy{{},
+                          {copies[i], copies[i + 1]},
+                          reach_.places("copies", copies, num_slots, i + 3, copies[i + 2])};
+            i += 3 + 2 * copy.destinations.size();
+            if (is_main(copy)) {
+                ++from_mains;
+            } else {
+                reach_.check("copies", copy.relayed, num_slots);
             }
             task.copies.push_back(std::move(copy));
-            i = static_cast<size_t>(end);
+        }
+        check_length("mains", mains.size(), from_mains * segments.size());
+        size_t used = 0;
+        for (CopyTask& copy : task.copies) {
+            if (!is_main(copy)) continue;
+            for (const int64_t segment : segments) {
+                copy.main_segments.push_back(main_segment(mains[used++], segment));
+            }
         }
         const uint64_t generation = exchange.start_push(std::move(task));
         mains_ = std::move(mains);  // those of the last push are not in use any more
@@ -138,22 +134,25 @@ class TensorExchange : public torch::CustomClassHolder {
                        const std::vector<int64_t>& computed,
                        std::string label) {
         Exchange& exchange = open();
-        PullTask task{segments, {}, {}, places(computed), std::move(label)};
+        const int64_t num_slots = check_segments(segments, buffers_);
+        PullTask task{
+            segments, {}, {}, reach_.places("computed", computed, num_slots), std::move(label)};
         for (const int64_t segment : segments) {
-            task.types.push_back(grad_type(buffers_.at(segment)));
+            task.types.push_back(grad_type(buffers_[segment]));
         }
-        size_t used = 0;
         for (size_t i = 0; i < replicas.size();) {
-            const int64_t end = static_cast<int64_t>(i) + 1 + 2 * replicas[i];
-            SumTask sum{
-                places({replicas.begin() + static_cast<int64_t>(i) + 1, replicas.begin() + end}),
-                {}};
+            task.sums.push_back(
+                {reach_.places("replicas", replicas, num_slots, i + 1, replicas[i]), {}});
+            i += 1 + 2 * task.sums.back().replicas.size();
+        }
+        check_length("totals", totals.size(), task.sums.size() * segments.size());
+        check_length("asides", asides.size(), totals.size());
+        size_t used = 0;
+        for (SumTask& sum : task.sums) {
             for (const int64_t segment : segments) {
-                sum.totals.push_back(total_of(totals.at(used), asides.at(used), segment));
+                sum.totals.push_back(total_of(totals[used], asides[used], segment));
                 ++used;
             }
-            task.sums.push_back(std::move(sum));
-            i = static_cast<size_t>(end);
         }
         pull_ = static_cast<int64_t>(exchange.start_pull(std::move(task)));
         sums_ = totals;
@@ -169,17 +168,15 @@ class TensorExchange : public torch::CustomClassHolder {
     }
 
     static int64_t table_bytes(int64_t num_ranks, int64_t num_words) {
-        return RowTable{num_ranks, num_words}.bytes();
+        return row_table(num_ranks, num_words).bytes();
     }
 
     // `by_rank`: the ranks' regions of `table_bytes`, zeroed.
     void set_table(std::vector<Tensor> by_rank, int64_t num_words) {
-        const RowTable table{static_cast<int64_t>(by_rank.size()), num_words};
-        std::vector<std::byte*> bases;
-        for (const Tensor& bytes : by_rank) {
-            bases.push_back(static_cast<std::byte*>(bytes.mutable_data_ptr()));
-        }
-        open().set_table(std::move(bases), table);
+        Exchange& exchange = open();
+        const RowTable table = row_table(static_cast<int64_t>(by_rank.size()), num_words);
+        reach_.check_table(by_rank, table);
+        exchange.set_table(starts_of<std::byte>(by_rank), table);
         table_ = table;
         keep(std::move(by_rank));
     }
@@ -194,8 +191,16 @@ class TensorExchange : public torch::CustomClassHolder {
         return rows;
     }
 
-    int64_t abort() { return static_cast<int64_t>(open().abort()); }
-    void restart(int64_t generation) { open().restart(static_cast<uint64_t>(generation)); }
+    int64_t abort() {
+        aborted_at_ = static_cast<int64_t>(open().abort());
+        return *aborted_at_;
+    }
+    void restart(int64_t generation) {
+        Exchange& exchange = open();
+        check_restart(generation, aborted_at_);
+        exchange.restart(static_cast<uint64_t>(generation));
+        aborted_at_.reset();
+    }
     int64_t bytes_sent() { return open().bytes_sent(); }
 
     // End the thread and let the memory go.
@@ -217,52 +222,48 @@ class TensorExchange : public torch::CustomClassHolder {
         kept_.insert(kept_.end(), tensors.begin(), tensors.end());
     }
 
-    int64_t slots_of(const std::vector<int64_t>& segments) const {
-        return segments.empty() ? 0 : buffers_.at(segments.front()).size(0);
+    // Where the ranks' regions start; null for a rank that is out of reach.
+    template <class Start>
+    static std::vector<Start*> starts_of(const std::vector<Tensor>& by_rank) {
+        std::vector<Start*> starts;
+        for (const Tensor& each : by_rank) {
+            starts.push_back(each.numel() > 0 ? static_cast<Start*>(each.mutable_data_ptr())
+                                              : nullptr);
+        }
+        return starts;
     }
 
-    void check(const char* name, const Tensor& tensor, int64_t segment, at::ScalarType type) const {
-        const at::IntArrayRef shape = buffers_.at(segment).sizes().slice(1);
-        TORCH_CHECK_VALUE(tensor.sizes() == shape && tensor.scalar_type() == type &&
-                              tensor.is_contiguous() && tensor.device().is_cpu(),
-                          name,
-                          " must be contiguous ",
-                          type,
-                          " ",
-                          shape,
-                          " on the CPU, as its slot is, got ",
-                          tensor.is_contiguous() ? "" : "non-contiguous ",
-                          tensor.scalar_type(),
-                          " ",
-                          tensor.sizes(),
-                          " on ",
-                          tensor.device());
+    static bool is_main(const CopyTask& copy) {
+        return copy.relayed.rank == -1 && copy.relayed.slot == -1;
     }
 
     MainSegment main_segment(const Tensor& main, int64_t segment) const {
-        const Tensor& slots = buffers_.at(segment);
-        if (!is_shorter(main, slots)) check("main", main, segment, slots.scalar_type());
+        const Tensor& slots = buffers_[segment];
+        if (!is_shorter(main, slots)) check_like_slot("main", main, slots, slots.scalar_type());
         return {static_cast<const std::byte*>(main.const_data_ptr()),
                 static_cast<int64_t>(main.nbytes())};
     }
 
     Total total_of(const Tensor& total, const std::optional<Tensor>& aside, int64_t segment) const {
+        const Tensor& slots = buffers_[segment];
         const auto type = total.scalar_type();
-        check("total", total, segment, total_type(type, buffers_.at(segment).scalar_type()));
-        if (aside.has_value()) check("aside", *aside, segment, type);
+        check_like_slot("total", total, slots, total_type(type, slots.scalar_type()));
+        if (aside.has_value()) check_like_slot("aside", *aside, slots, type);
         return {total.mutable_data_ptr(),
                 aside.has_value() ? aside->const_data_ptr() : nullptr,
                 grad_type(total)};
     }
 
     const int64_t rank_;
+    Reach reach_;
     int64_t max_slots_ = 0;
     RowTable table_{};
-    std::vector<Tensor> kept_;     // the ranks' regions: their mappings live as long as these
-    std::vector<Tensor> buffers_;  // for each segment, this rank's: shape and dtype
-    std::vector<Tensor> mains_;    // of the last push
-    std::vector<Tensor> sums_;     // totals of the pull under way, and what was set aside
-    int64_t pull_ = 0;             // generation of the last one
+    std::vector<Tensor> kept_;           // the ranks' regions: their mappings live as long as these
+    std::vector<Tensor> buffers_;        // for each segment, this rank's: shape and dtype
+    std::vector<Tensor> mains_;          // of the last push
+    std::vector<Tensor> sums_;           // totals of the pull under way, and what was set aside
+    int64_t pull_ = 0;                   // generation of the last one
+    std::optional<int64_t> aborted_at_;  // until the restart
     std::unique_ptr<Exchange> exchange_;  // goes first: its thread uses the memory above
 };
 

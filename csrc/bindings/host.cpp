@@ -34,6 +34,7 @@ std::tuple<Tensor, Tensor> plan_each(const Tensor& load,
                                      std::optional<int64_t> num_tolerances,
                                      Solver solver) {
     const Tensor loads = load.contiguous();
+    check_load(loads);
     auto [quota, slots] = empty_plan(load, problem, num_tolerances);
     const int64_t batch = load.dim() == 3 ? load.size(0) : 1;
     const int64_t pairs = problem.num_ranks * problem.num_experts;
@@ -109,6 +110,7 @@ std::tuple<Tensor, Tensor> solve_fastest_op(const Tensor& load,
 Tensor lower_bound_op(const Tensor& load, int64_t num_slots, int64_t nvlink_domain) {
     const QuotaProblem problem = quota_problem(load, num_slots, nvlink_domain, 0, 1);
     const Tensor loads = load.contiguous();
+    check_load(loads);
     Tensor bounds = at::empty(load.sizes().slice(0, load.dim() - 2), load.options());
     const int64_t pairs = problem.num_ranks * problem.num_experts;
     for (int64_t b = 0; b < bounds.numel(); ++b) {
@@ -124,6 +126,8 @@ Tensor split_quota_op(const Tensor& load, const Tensor& quota, std::optional<int
     const int64_t experts = load.size(1);
     const Tensor loads = load.contiguous();
     const Tensor quotas = quota.contiguous();
+    check_load(loads);
+    check_counts("quota", quotas.const_data_ptr<int64_t>(), quotas.numel(), INT64_MAX / ranks);
     const auto fill = [&](int64_t source, int64_t* split) {
         split_quota(ranks,
                     experts,
@@ -189,12 +193,12 @@ ShareTensors share_and_seal_op(const Tensor& load,
                                const Tensor& difference,
                                const Tensor& seal) {
     check_seal(seal, load.device());
+    const Seals before = seals_of(gathered, layer, difference);
     auto shares = share_plan_op(load, quota, slots, source_rank);
     const Tensor loads = with_whole_rows(load);
     const Tensor quotas = quota.contiguous();
     const Tensor held = slots.contiguous();
-    *seal.mutable_data_ptr<int64_t>() =
-        seal_plan(sealed_plan(loads, quotas, held), seals_of(gathered, layer, difference));
+    *seal.mutable_data_ptr<int64_t>() = seal_plan(sealed_plan(loads, quotas, held), before);
     return shares;
 }
 
@@ -217,11 +221,7 @@ std::tuple<Tensor, Tensor> assign_op(const Tensor& routing_map,
                               ids.const_data_ptr<int64_t>(),
                               logical.mutable_data_ptr<int32_t>(),
                               physical.mutable_data_ptr<int32_t>());
-    TORCH_CHECK(agree,
-                "routing_map and source_quota count different assignments: not the same "
-                "microbatch, or a token has more than top_k (",
-                top_k,
-                ") choices");
+    check_assigned(agree, problem, quotas.const_data_ptr<int64_t>(), ids.const_data_ptr<int64_t>());
     return {logical, physical};
 }
 
@@ -274,7 +274,7 @@ Tensor place_back_op(const Tensor& grad,
                      const Tensor& logical,
                      const Tensor& physical,
                      int64_t num_experts) {
-    check_place_back(grad, logical, physical);
+    check_place_back(grad, logical, physical, num_experts);
     Tensor back = at::empty({grad.size(0), num_experts}, grad.options());
     copy_all(grad, physical.contiguous(), logical.contiguous(), back);
     return back;

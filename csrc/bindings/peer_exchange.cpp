@@ -88,7 +88,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
                        int64_t relay_threshold,
                        int64_t push_blocks,
                        int64_t pull_blocks)
-        : device_(like.device()),
+        : device_(checked_device(like)),
           first_peer_(first_peer),
           num_peers_(num_peers),
           timeout_s_(timeout_s),
@@ -98,6 +98,13 @@ class TensorPeerExchange : public torch::CustomClassHolder {
           push_stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device_.index())),
           // The backward pass needs no sum before its end.
           pull_stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device_.index())) {
+        check_number("rank", rank, 0, kMaxPeerRanks - 1);
+        check_number("first_peer", first_peer, 0, rank);
+        check_number("num_peers", num_peers, rank - first_peer + 1, kMaxPeerRanks - first_peer);
+        check_timeout(timeout_s);
+        check_number("relay_threshold", relay_threshold, 0, INT32_MAX);
+        check_number("push_blocks", push_blocks, 1, kMaxBlocks);
+        check_number("pull_blocks", pull_blocks, 1, kMaxBlocks);
         const c10::cuda::CUDAGuard guard(device_);
         const auto bytes = at::TensorOptions().dtype(at::kByte);
         state_ = at::zeros({sizeof(PeerState)}, bytes.device(device_));
@@ -113,23 +120,34 @@ class TensorPeerExchange : public torch::CustomClassHolder {
 
     // Bytes of a rank's buffer of one segment.
     static int64_t segment_bytes(int64_t num_slots, int64_t slot_bytes) {
+        check_number("num_slots", num_slots, 1, kMaxPeerReplicas);
+        check_number("slot_bytes", slot_bytes, 1, int64_t{1} << 46);
         return PeerSegment{nullptr, num_slots, slot_bytes, slot_bytes}.bytes();
     }
 
     // `slots`: this rank's [S, *shape] at the start of its buffer; `addresses`: of all ranks'
     // buffers, int64 [R] on the device.
     int64_t add_segment(const Tensor& slots, const Tensor& addresses) {
-        TORCH_CHECK_VALUE(slots.dim() >= 1 && slots.size(0) >= 1 && slots.numel() > 0,
-                          "a slot buffer must have slots with elements, got ",
-                          slots.sizes());
-        TORCH_CHECK(addresses.device() == device_ && addresses.scalar_type() == at::kLong);
+        raise_failure();
+        TORCH_CHECK_VALUE(is_memory(slots, slots.scalar_type(), device_) && slots.dim() >= 1 &&
+                              slots.numel() > 0 && slots.size(0) <= kMaxPeerReplicas,
+                          "a slot buffer must have 1 to ",
+                          kMaxPeerReplicas,
+                          " slots with elements, contiguous on ",
+                          device_,
+                          ", got ",
+                          kind_of(slots));
+        check_addresses(addresses);
+        const int64_t slot_bytes = static_cast<int64_t>(slots.nbytes()) / slots.size(0);
+        const PeerSegment segment{
+            reinterpret_cast<char* const*>(addresses.const_data_ptr<int64_t>()),
+            slots.size(0),
+            slot_bytes,
+            slot_bytes};
+        check_room("a slot buffer", slots, segment.bytes());
         slots_.push_back(slots);
         addresses_.push_back(addresses);
-        const int64_t slot_bytes = static_cast<int64_t>(slots.nbytes()) / slots.size(0);
-        segments_.push_back({reinterpret_cast<char* const*>(addresses.const_data_ptr<int64_t>()),
-                             slots.size(0),
-                             slot_bytes,
-                             slot_bytes});
+        segments_.push_back(segment);
         return static_cast<int64_t>(segments_.size()) - 1;
     }
 
@@ -144,8 +162,8 @@ class TensorPeerExchange : public torch::CustomClassHolder {
                        const std::string& label) {
         raise_failure();
         const c10::cuda::CUDAGuard guard(device_);
-        const CopyProblem problem = problem_of(slots, mains_per_rank);
-        TORCH_CHECK(mains.size() == mains_per_rank * segments.size());
+        const CopyProblem problem = problem_of(segments, slots, mains_per_rank);
+        check_length("mains", mains.size(), mains_per_rank * segments.size());
         Push push{label_of(label), segments_of(segments), {}, problem.num_slots, mains, slots};
         const Words addresses = addresses_of(mains, segments);
         for (size_t g = 0; g < segments.size(); ++g) {
@@ -213,15 +231,15 @@ class TensorPeerExchange : public torch::CustomClassHolder {
                        const std::string& label) {
         raise_failure();
         const c10::cuda::CUDAGuard guard(device_);
-        const CopyProblem problem = problem_of(slots, mains_per_rank);
-        TORCH_CHECK(totals.size() == mains_per_rank * segments.size() &&
-                    asides.size() == totals.size());
+        const CopyProblem problem = problem_of(segments, slots, mains_per_rank);
+        check_length("totals", totals.size(), mains_per_rank * segments.size());
+        check_length("asides", asides.size(), totals.size());
         PeerPull pull{};
         pull.segments = segments_of(segments);
         pull.problem = problem;
         pull.slots = slots.const_data_ptr<int32_t>();
         for (size_t g = 0; g < segments.size(); ++g) {
-            const auto type = slots_.at(segments[g]).scalar_type();
+            const auto type = slots_[segments[g]].scalar_type();
             TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16,
                               "slot_grads on a GPU must be float32 or bfloat16, got ",
                               type);
@@ -233,14 +251,20 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         for (size_t i = 0; i < totals.size(); ++i) {
             const int64_t segment = segments[i % segments.size()];
             const auto type = totals.at(i % segments.size()).scalar_type();
-            check("total", totals[i], segment, total_type(type, slots_.at(segment).scalar_type()));
+            check_like_slot("total",
+                            totals[i],
+                            slots_[segment],
+                            total_type(type, slots_[segment].scalar_type()));
             addresses.push_back(reinterpret_cast<intptr_t>(totals[i].mutable_data_ptr()));
             used.push_back(totals[i]);
         }
         for (size_t i = 0; i < asides.size(); ++i) {
             addresses.push_back(0);
             if (!asides[i].has_value()) continue;
-            check("aside", *asides[i], segments[i % segments.size()], totals[i].scalar_type());
+            check_like_slot("aside",
+                            *asides[i],
+                            slots_[segments[i % segments.size()]],
+                            totals[i].scalar_type());
             addresses.back() = reinterpret_cast<intptr_t>(asides[i]->const_data_ptr());
             used.push_back(*asides[i]);
         }
@@ -279,8 +303,16 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     // `mine`: this rank's bytes of a table (Exchange.table_bytes), zeroed; `addresses`: of all
     // ranks' tables, int64 [R] on the device.
     void set_table(const Tensor& mine, const Tensor& addresses, int64_t num_words) {
-        TORCH_CHECK(addresses.device() == device_ && addresses.scalar_type() == at::kLong);
-        table_ = {addresses.numel(), num_words};
+        raise_failure();
+        const RowTable table = row_table(addresses.numel(), num_words);
+        check_addresses(addresses);
+        TORCH_CHECK_VALUE(is_memory(mine, at::kByte, device_),
+                          "a table must be contiguous bytes on ",
+                          device_,
+                          ", got ",
+                          kind_of(mine));
+        check_room("a table", mine, table.bytes());
+        table_ = table;
         tables_.push_back(mine);
         tables_.push_back(addresses);
     }
@@ -305,6 +337,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
 
     // End what is under way without waiting for peers; returns the highest generation used here.
     int64_t abort() {
+        TORCH_CHECK(!closed_, "this transport is closed");
         const c10::cuda::CUDAGuard guard(device_);
         // Waits look at this word.
         *static_cast<volatile int32_t*>(aborted_.mutable_data_ptr<int32_t>()) = 1;
@@ -313,12 +346,14 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         C10_CUDA_CHECK(cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream()));
         PeerState state;
         C10_CUDA_CHECK(cudaMemcpy(&state, self_.state, sizeof state, cudaMemcpyDeviceToHost));
-        return static_cast<int64_t>(
+        aborted_at_ = static_cast<int64_t>(
             std::max({state.push.generation, state.pull.generation, state.gathered}));
+        return *aborted_at_;
     }
 
     // Go on behind `generation`: the highest of all ranks, after all have aborted.
     void restart(int64_t generation) {
+        check_restart(generation, std::exchange(aborted_at_, {}));
         const c10::cuda::CUDAGuard guard(device_);
         PeerState state{};
         state.push.generation = state.pull.generation = static_cast<uint64_t>(generation);
@@ -385,6 +420,36 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         return self;
     }
 
+    static at::Device checked_device(const Tensor& like) {
+        TORCH_CHECK_VALUE(like.is_cuda(), "like must be on a GPU, got ", kind_of(like));
+        return like.device();
+    }
+
+    // Addresses of all ranks' memory, of as many ranks each time.
+    void check_addresses(const Tensor& addresses) const {
+        const int64_t least = addresses_.empty() ? first_peer_ + num_peers_ : num_ranks();
+        const int64_t most = addresses_.empty() ? kMaxPeerRanks : num_ranks();
+        TORCH_CHECK_VALUE(is_memory(addresses, at::kLong, device_) && addresses.dim() == 1 &&
+                              addresses.numel() >= least && addresses.numel() <= most,
+                          "addresses must be int64 of ",
+                          least,
+                          " to ",
+                          most,
+                          " ranks, contiguous on ",
+                          device_,
+                          ", got ",
+                          kind_of(addresses));
+    }
+    int64_t num_ranks() const { return addresses_.empty() ? 0 : addresses_.front().numel(); }
+
+    // What stands at the start of a rank's memory has that much behind its own start.
+    static void check_room(const char* name, const Tensor& start, int64_t bytes) {
+        const int64_t behind = static_cast<int64_t>(start.storage().nbytes()) -
+                               start.storage_offset() * static_cast<int64_t>(start.itemsize());
+        TORCH_CHECK_VALUE(
+            behind >= bytes, name, " must have memory of ", bytes, " bytes, got ", behind);
+    }
+
     static void wait_for_current_stream(const CUDAStream& stream) {
         Mark(c10::cuda::getCurrentCUDAStream()).block(stream);
     }
@@ -398,17 +463,11 @@ class TensorPeerExchange : public torch::CustomClassHolder {
             "outside of captures: wait for it before the capture begins, and before it ends");
     }
 
-    CopyProblem problem_of(const Tensor& slots, int64_t mains_per_rank) const {
-        TORCH_CHECK(slots.dim() == 2 && slots.scalar_type() == at::kInt && slots.is_contiguous() &&
-                        slots.device() == device_,
-                    "slots must be contiguous int32 [R, S] on ",
-                    device_,
-                    ", got ",
-                    slots.scalar_type(),
-                    " ",
-                    slots.sizes(),
-                    " on ",
-                    slots.device());
+    CopyProblem problem_of(const std::vector<int64_t>& segments,
+                           const Tensor& slots,
+                           int64_t mains_per_rank) const {
+        check_slots(slots, num_ranks(), check_segments(segments, slots_), device_);
+        check_number("mains_per_rank", mains_per_rank, 1, kMaxPeerExperts - 1);
         const CopyProblem problem{self_.rank,
                                   first_peer_,
                                   num_peers_,
@@ -466,9 +525,10 @@ class TensorPeerExchange : public torch::CustomClassHolder {
                        const std::vector<int64_t>& segments) const {
         Words addresses;
         for (size_t i = 0; i < mains.size(); ++i) {
-            const int64_t segment = segments.at(i % segments.size());
-            const Tensor& slots = slots_.at(segment);
-            if (!is_shorter(mains[i], slots)) check("main", mains[i], segment, slots.scalar_type());
+            const Tensor& slots = slots_[segments[i % segments.size()]];
+            if (!is_shorter(mains[i], slots)) {
+                check_like_slot("main", mains[i], slots, slots.scalar_type());
+            }
             addresses.push_back(reinterpret_cast<intptr_t>(mains[i].data_ptr()));
         }
         return addresses;
@@ -481,7 +541,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
                           " segments, got ",
                           ids.size());
         PeerSegments segments{{}, static_cast<int32_t>(ids.size())};
-        for (size_t g = 0; g < ids.size(); ++g) segments.each[g] = segments_.at(ids[g]);
+        for (size_t g = 0; g < ids.size(); ++g) segments.each[g] = segments_[ids[g]];
         return segments;
     }
 
@@ -491,25 +551,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         return found->second;
     }
 
-    void check(const char* name, const Tensor& tensor, int64_t segment, at::ScalarType type) const {
-        const at::IntArrayRef shape = slots_.at(segment).sizes().slice(1);
-        TORCH_CHECK_VALUE(tensor.sizes() == shape && tensor.scalar_type() == type &&
-                              tensor.is_contiguous() && tensor.device() == device_,
-                          name,
-                          " must be contiguous ",
-                          type,
-                          " ",
-                          shape,
-                          " on ",
-                          device_,
-                          ", as its slot is, got ",
-                          tensor.is_contiguous() ? "" : "non-contiguous ",
-                          tensor.scalar_type(),
-                          " ",
-                          tensor.sizes(),
-                          " on ",
-                          tensor.device());
-    }
+    static constexpr int64_t kMaxBlocks = 1 << 16;
 
     const at::Device device_;
     const int64_t first_peer_;
@@ -537,6 +579,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     std::optional<Mark> pulled_;   // until the last pull is finished
     int64_t num_pushes_ = 0;
     int64_t num_pulls_ = 0;
+    std::optional<int64_t> aborted_at_;  // until the restart
     std::vector<std::string> labels_;
     std::map<std::string, int64_t> label_ids_;
     bool closed_ = false;

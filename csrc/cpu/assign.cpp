@@ -36,14 +36,20 @@ bool assign(const AssignProblem& problem,
     const int64_t ranks = problem.num_ranks;
     std::vector<Line> lines(experts);
     std::vector<Piece> pieces;
-    for (int64_t e = 0; e < experts; ++e) {
+    bool fits = true;
+    for (int64_t e = 0; e < experts && fits; ++e) {
         Line& line = lines[e];
         line.first_piece = static_cast<int64_t>(pieces.size());
         const auto lay = [&](int64_t t) {
             const int64_t share = source_quota[e * ranks + t];
             if (share == 0) return;
+            const int64_t id = physical_index[e * ranks + t];
+            // A token chooses an expert once.
+            fits = fits && share > 0 && share <= problem.num_tokens - line.count && id >= 0 &&
+                   id <= INT32_MAX;
+            if (!fits) return;
             line.count += share;
-            pieces.push_back({line.count, static_cast<int32_t>(physical_index[e * ranks + t])});
+            pieces.push_back({line.count, static_cast<int32_t>(id)});
         };
         const int64_t home = e / (experts / ranks);
         lay(home);
@@ -53,6 +59,7 @@ bool assign(const AssignProblem& problem,
         line.left = line.count;
         if (line.count > 0) line.stride = interleave_stride(line.count);
     }
+    if (!fits) return false;
 
     for (int64_t n = 0; n < problem.num_tokens; ++n) {
         const bool* choices = routing_map + n * experts;

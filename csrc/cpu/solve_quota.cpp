@@ -297,15 +297,17 @@ class LayerClock {
         }
     }
 
-    static __int128 product(int64_t count, int64_t each) { return __int128{count} * each; }
-
     static int64_t cut(__int128 time) {
         return time < INT64_MAX ? static_cast<int64_t>(time) : INT64_MAX;
     }
 
+    // Each product is cut, too: three of them together may leave 128 bits.
     int64_t picoseconds(int64_t sends, int64_t tokens, int64_t busiest) const {
-        return cut(product(sends, costs_.expert) + product(tokens, costs_.token) +
-                   product(busiest, costs_.assignment));
+        const auto time = [](int64_t count, int64_t each) -> __int128 {
+            return cut(__int128{count} * each);
+        };
+        return cut(time(sends, costs_.expert) + time(tokens, costs_.token) +
+                   time(busiest, costs_.assignment));
     }
 
     const QuotaProblem problem_;

@@ -105,10 +105,15 @@ void count_arriving(int64_t num_ranks,
 
 void sum_arriving(int64_t num_ranks, int64_t places, const int64_t* arriving, int64_t* arrivals) {
     std::fill_n(arrivals, num_ranks + places, int64_t{0});
+    // Wraps: slots that name an expert twice count what comes to it twice.
+    const auto add = [&](int64_t to, int64_t count) {
+        arrivals[to] = static_cast<int64_t>(static_cast<uint64_t>(arrivals[to]) +
+                                            static_cast<uint64_t>(count));
+    };
     for (int64_t r = 0; r < num_ranks; ++r) {
         for (int64_t place = 0; place < places; ++place) {
-            arrivals[r] += arriving[r * places + place];
-            arrivals[num_ranks + place] += arriving[r * places + place];
+            add(r, arriving[r * places + place]);
+            add(num_ranks + place, arriving[r * places + place]);
         }
     }
 }

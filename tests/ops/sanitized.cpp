@@ -20,9 +20,6 @@ void require(bool holds, const char* what) {
     std::exit(1);
 }
 
-// The largest that Python lets through (megatron_ext/balance/plan.py).
-constexpr int64_t kMostTolerancePpm = 1'000'000'000'000;
-
 int64_t pick(std::mt19937_64& random, int64_t low, int64_t high) {
     return low + static_cast<int64_t>(random() % (static_cast<uint64_t>(high - low) + 1));
 }
@@ -80,7 +77,7 @@ void plan_split_assign(std::mt19937_64& random) {
         experts,
         one_of<int64_t>(random, {0, 1, 1, 2, 3, 16}),
         domain,
-        one_of<int64_t>(random, {0, 1, 10'000, 3'000'000, kMostTolerancePpm}),
+        one_of<int64_t>(random, {0, 1, 10'000, 3'000'000, kMaxTolerancePpm}),
         one_of<int64_t>(random, {1, 1, 1, 7, 1000, INT64_MAX})};
     // From nothing at all to the largest sums that fit.
     const int64_t scale =
@@ -107,7 +104,7 @@ void plan_split_assign(std::mt19937_64& random) {
     solve_quota(problem, load.data(), quota.data(), slots.data());
     check_plan(problem, load, quota, slots);
 
-    const Tolerances tolerances{{kMostTolerancePpm, 300'000, 10'000, 0}, 4};
+    const Tolerances tolerances{{kMaxTolerancePpm, 300'000, 10'000, 0}, 4};
     const auto cost = [&] { return one_of<int64_t>(random, {0, 1, 1000, INT64_MAX}); };
     solve_fastest(
         problem, tolerances, {cost(), cost(), cost()}, load.data(), quota.data(), slots.data());

@@ -214,8 +214,10 @@ def test_seal_rejects():
         ValueError, match=r"load must be .* quota \[E, R\], got \[4, 8\] and \[4, 8\]"
     ):
         seal(load, quota.T.contiguous(), slots)
-    with pytest.raises(ValueError, match=r"gathered must be .* difference \[2 \+ R\] .*\[3\]"):
+    with pytest.raises(ValueError, match=r"difference must be contiguous int64 \[6\] .*\[3\]"):
         seal(load, quota, slots, difference=torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"gathered must be .* got non-contiguous Long \[4, 2\]"):
+        seal(load, quota, slots, torch.zeros(2, 4, dtype=torch.int64).T)
     with pytest.raises(ValueError, match=r"seal must be one int64 on cpu, got Int \[1\]"):
         native.share_and_seal(
             *planned(4, 8, 2), 1, NOTHING_BEFORE, 1, torch.zeros(6).long(), torch.zeros(1).int()
@@ -300,12 +302,38 @@ def test_what_schemas_say_of_arguments_is_true():
         ((torch.zeros(4, dtype=torch.int64), 1, 2, 0, 1), r"load must be \[R, E\] or \[B, R, E\]"),
         ((torch.zeros(2, 3, dtype=torch.int64), 1, 2, 0, 1), "got R = 2 and E = 3"),
         ((torch.zeros(0, 3, dtype=torch.int64), 1, 2, 0, 1), "got R = 0 and E = 3"),
-        ((torch.zeros(2, 4, dtype=torch.int64), -1, 2, 0, 1), r"num_slots \(-1\) must be >= 0"),
+        (
+            (torch.zeros(2, 4, dtype=torch.int64), -1, 2, 0, 1),
+            r"num_slots \(-1\) must be from 0 to",
+        ),
         (
             (torch.zeros(2, 4, dtype=torch.int64), 1, 3, 0, 1),
             r"nvlink_domain \(3\) must divide R \(2\)",
         ),
-        ((torch.zeros(2, 4, dtype=torch.int64), 1, 2, -1, 1), r"tolerance_ppm \(-1\) must be >= 0"),
+        (
+            (torch.zeros(2, 4, dtype=torch.int64), 1, 2, -1, 1),
+            r"tolerance_ppm \(-1\) must be from 0",
+        ),
+        (
+            (torch.zeros(2, 4, dtype=torch.int64), 1, 2, 2**63 - 1, 1),
+            r"tolerance_ppm \(9223372036854775807\) must be from 0 to 1000000000000",
+        ),
+        (
+            (torch.zeros(2, 4, dtype=torch.int64), 2**31 - 1, 2, 0, 1),
+            r"num_slots \(2147483647\) must be from 0 to 32767",
+        ),
+        (
+            (torch.tensor([[0]]).expand(8192, 8192), 1, 1, 0, 1),
+            r"at most 4096 ranks and 1048576 experts, got R = 8192 and E = 8192",
+        ),
+        (
+            (torch.tensor([[3, 1, -1, 2]]), 1, 1, 0, 1),
+            r"load must have assignments from 0 to 2305843009213693951, .* got -1",
+        ),
+        (
+            (torch.tensor([[[3, 1]], [[2**62, 2**62]]]), 1, 1, 0, 1),
+            r"load must have assignments from 0 to 4611686018427387903, .* got 4611686018427387904",
+        ),
         ((torch.zeros(2, 4, dtype=torch.int64), 1, 2, 0, 0), r"min_quota \(0\) must be >= 1"),
     ],
 )
@@ -317,13 +345,40 @@ def test_solve_rejects(args, message):
         native.solve_shipped(worked_example().load, 1, 2, 0, 2, 1)
 
 
+def test_loads_that_just_fit_are_planned():
+    """Entries whose bits together are more than each may be, and sums near the end of int64."""
+    load = torch.tensor([[2**59 - 1, 1], [2**61 - 1, 2**60]])
+    quota, _ = native.solve_quota(load, 1, 2, 0, 1)
+    assert torch.equal(quota.sum(1), load.sum(0))
+    assert native.split_quota(load, quota, None).sum(2).tolist() == load.tolist()
+    assert int(native.lower_bound(load, 1, 2)) <= int(quota.sum(0).max())
+    costs = [2**63 - 1] * 3
+    assert torch.equal(native.solve_fastest(load, 1, 2, [0], 1, *costs)[0].sum(1), load.sum(0))
+
+
+def test_bounds_and_shares_reject():
+    load, quota, slots = planned(4, 8, 2)
+    wrong = load.clone()
+    wrong[3, 7] = -5
+    with pytest.raises(ValueError, match=r"load must have assignments from 0 .* got -5"):
+        native.lower_bound(wrong, 2, 4)
+    with pytest.raises(ValueError, match=r"num_slots \(2147483647\) must be from 0 to 23170"):
+        native.lower_bound(load, 2**31 - 1, 4)
+    with pytest.raises(ValueError, match=r"load must have assignments from 0 .* got -5"):
+        native.share_plan(wrong, quota, slots, 1)
+    with pytest.raises(ValueError, match=r"quota must have assignments from 0 .* got 4611686018"):
+        native.split_quota(load, torch.full_like(quota, 2**62), None)
+    with pytest.raises(ValueError, match=r"source_rank \(4\) must be from 0 to 3"):
+        native.share_plan(load, quota, slots, 4)
+
+
 @pytest.mark.parametrize(
     ("tolerances", "costs", "message"),
     [
         ([], (1, 1, 1), "tolerances_ppm must be 1 to 16 tolerances, got 0"),
         (list(range(17, 0, -1)), (1, 1, 1), "1 to 16 tolerances, got 17"),
         ([1, 1], (1, 1, 1), r"go from loose to tight, got \[1, 1\]"),
-        ([1, -1], (1, 1, 1), r"tolerances_ppm must be >= 0 .* got \[1, -1\]"),
+        ([1, -1], (1, 1, 1), r"tolerances_ppm must be from 0 .* got \[1, -1\]"),
         ([1], (-1, 1, 1), r"expert_ps \(-1\) must be >= 0"),
         ([1], (1, -2, 1), r"token_ps \(-2\) must be >= 0"),
         ([1], (1, 1, -3), r"assignment_ps \(-3\) must be >= 0"),
@@ -364,14 +419,18 @@ def place_back_arguments():
         (1, torch.zeros(3, 2, dtype=torch.int64), r"must be \[E, R\] with E = 4"),
         (2, torch.zeros(4, 1, dtype=torch.int64), r"must be \[E, R\] with E = 4"),
         (2, torch.zeros(4, 2), "physical_index must be int64, got Float"),
-        (3, 0, r"top_k \(0\) must be from 1 to the number of experts, 4"),
+        (1, torch.full((4, 2), -1), r"source_quota must be >= 0, got -1 of expert 0"),
+        (1, torch.tensor([[2**62, 0]] * 2 + [[0, 2**62]] * 2), "count different assignments"),
+        (2, torch.full((4, 2), -1), r"physical_index must be from 0 .* got -1 of expert 0"),
+        (2, torch.full((4, 2), 2**32), r"physical_index must be from 0 .* got 4294967296"),
+        (3, 0, r"top_k \(0\) must be from 1 to 4"),
         (3, 5, r"top_k \(5\) must be from 1"),
     ],
 )
 def test_assign_rejects(place, wrong, message):
     arguments = list(assign_arguments())
     arguments[place] = wrong
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
         native.assign(*arguments)
 
 
@@ -405,6 +464,8 @@ def test_reroute_rejects(place, wrong, message):
         (0, torch.zeros(8, 6), r"must be int32 \[N, K\] with N = 8"),
         (1, torch.zeros(9, 2), r"must be int32 \[N, K\] with N = 9, got Float"),
         (2, torch.zeros(9, 1, dtype=torch.int32), "must have the same shape"),
+        (3, -1, r"num_experts \(-1\) must be from 1 to 1048576"),
+        (3, 2**40, r"num_experts \(1099511627776\) must be from 1 to 1048576"),
     ],
 )
 def test_place_back_rejects(place, wrong, message):

@@ -11,11 +11,18 @@
 
 namespace megatron_ext {
 
+// What planners hold. Tries count their work, their memory and the places of slots in 32 bits;
+// sums over ranks of loads that are cut (planner/search.h) stay in 64.
+constexpr int64_t kMaxRanks = 1 << 12;
+constexpr int64_t kMaxExperts = 1 << 20;
+constexpr int64_t kMaxReplicas = 1 << 20;  // R * S; besides, D * S * S is below 2^31
+constexpr int64_t kMaxTolerancePpm = 1'000'000'000'000;
+
 struct QuotaProblem {
     int64_t num_ranks;      // R
     int64_t num_experts;    // E, a multiple of R
     int64_t num_slots;      // S
-    int64_t nvlink_domain;  // ranks per NVLink domain, divides R
+    int64_t nvlink_domain;  // D, ranks per NVLink domain, divides R
     int64_t tolerance_ppm;  // allowed excess over the mean rank load, in millionths of the mean
     int64_t min_quota;      // fewest assignments a replica may carry, >= 1
 };
@@ -138,9 +145,9 @@ struct AssignProblem {
 //   physical_index  [E, R] physical id of the instance on rank t; read where source_quota is not 0
 //   logical         [N, K] out, every entry written: the token's experts, rising, then -1
 //   physical        [N, K] out, every entry written: the instances that take them, then -1
-// Returns false, with nothing useful written, if a token has more than K choices or the column sums
-// of routing_map are not the row sums of source_quota. Deterministic; equals
-// tests/reference/reroute.py.
+// Returns false, with nothing useful written, if a token has more than K choices, the column sums
+// of routing_map are not the row sums of source_quota, or a physical id that is read is none.
+// Deterministic; equals tests/reference/reroute.py.
 bool assign(const AssignProblem& problem,
             const bool* routing_map,
             const int64_t* source_quota,

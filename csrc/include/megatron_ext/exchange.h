@@ -54,6 +54,8 @@ struct SlotFlags {
 // come. One chunk is read from memory once and written to all destinations while it is in cache.
 constexpr int64_t kChunkBytes = 1 << 18;
 constexpr int kChunkBits = 24;
+// The most to go on behind: a flag still holds the generations of any training, and their chunks.
+constexpr int64_t kMaxGeneration = int64_t{1} << 38;
 
 // A slot of a rank of the EP group.
 struct Place {
