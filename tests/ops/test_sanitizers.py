@@ -2,29 +2,36 @@
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).parents[2] / "csrc"
-COMPILER = shutil.which("g++") or shutil.which("clang++")
+from tests.ops import sanitizers
+
+HERE = Path(__file__).parent
 ROUNDS = 800
+TRIES = 300
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
-def test_random_problems_under_sanitizers(tmp_path):
+@pytest.fixture(scope="module")
+def built():
+    if shutil.which(sanitizers.COMPILER) is None:
+        pytest.skip(f"needs {sanitizers.COMPILER}")
+    return sanitizers.build()
+
+
+@pytest.mark.slow
+def test_random_problems_under_sanitizers(built, tmp_path):
     program = tmp_path / "sanitized"
     build = subprocess.run(
         [
-            COMPILER,
+            sanitizers.COMPILER,
             "-std=c++20",
-            "-O1",
-            "-g",
-            "-fsanitize=address,undefined",
-            "-fno-sanitize-recover=all",
-            f"-I{CSRC / 'include'}",
-            str(Path(__file__).with_name("sanitized.cpp")),
-            *map(str, sorted((CSRC / "cpu").glob("*.cpp"))),
+            *sanitizers.FLAGS.split(),
+            f"-I{HERE.parents[1] / 'csrc' / 'include'}",
+            str(HERE / "sanitized.cpp"),
+            *map(str, built.glob("CMakeFiles/megatron_ext.dir/cpu/*.o")),
             "-o",
             str(program),
         ],
@@ -35,3 +42,15 @@ def test_random_problems_under_sanitizers(tmp_path):
     assert build.returncode == 0, build.stderr
     run = subprocess.run([str(program), str(ROUNDS)], capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stdout) == (0, f"{ROUNDS} rounds\n"), run.stderr
+
+
+@pytest.mark.slow
+def test_odd_arguments_under_sanitizers(built):
+    run = subprocess.run(
+        [sys.executable, str(HERE / "fuzz.py"), "--tries", str(TRIES), "--sanitize"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"{TRIES} tries" in run.stdout
