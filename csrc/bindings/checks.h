@@ -68,23 +68,27 @@ inline int64_t bits_of(const int64_t* words, int64_t count) {
     return bits[0];
 }
 
-// Assignments in memory of the host, any of which may be summed.
-inline void check_counts(const char* name, const int64_t* counts, int64_t count, int64_t most) {
+// Assignments in memory of the host, whose sum has to fit.
+inline void check_counts(const char* name, const int64_t* counts, int64_t count) {
     const int64_t bits = bits_of(counts, count);
-    if (bits >= 0 && bits <= most) return;
-    const auto [least, largest] = std::minmax_element(counts, counts + count);
-    TORCH_CHECK_VALUE(*least >= 0 && *largest <= most,
+    if (bits >= 0 && bits <= INT64_MAX / std::max<int64_t>(count, 1)) return;
+    __int128 sum = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        TORCH_CHECK_VALUE(
+            counts[i] >= 0, name, " must have assignments of 0 or more, got ", counts[i]);
+        sum += counts[i];
+    }
+    TORCH_CHECK_VALUE(sum <= INT64_MAX,
                       name,
-                      " must have assignments from 0 to ",
-                      most,
-                      ", so that their sums fit int64, got ",
-                      *least < 0 ? *least : *largest);
+                      " must have assignments whose sum fits int64, got a sum of ",
+                      static_cast<double>(sum));
 }
 
 // A load [R, E], or a batch of loads that follow each other.
 inline void check_load(const Tensor& loads) {
     const int64_t pairs = loads.size(-2) * loads.size(-1);
-    check_counts("load", loads.const_data_ptr<int64_t>(), loads.numel(), INT64_MAX / pairs);
+    const auto* const first = loads.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < loads.numel(); i += pairs) check_counts("load", first + i, pairs);
 }
 
 inline void check_int64(const char* name, const Tensor& tensor) {

@@ -328,11 +328,11 @@ def test_what_schemas_say_of_arguments_is_true():
         ),
         (
             (torch.tensor([[3, 1, -1, 2]]), 1, 1, 0, 1),
-            r"load must have assignments from 0 to 2305843009213693951, .* got -1",
+            "load must have assignments of 0 or more, got -1",
         ),
         (
             (torch.tensor([[[3, 1]], [[2**62, 2**62]]]), 1, 1, 0, 1),
-            r"load must have assignments from 0 to 4611686018427387903, .* got 4611686018427387904",
+            r"load must have assignments whose sum fits int64, got a sum of 9.22337e\+18",
         ),
         ((torch.zeros(2, 4, dtype=torch.int64), 1, 2, 0, 0), r"min_quota \(0\) must be >= 1"),
     ],
@@ -360,13 +360,16 @@ def test_bounds_and_shares_reject():
     load, quota, slots = planned(4, 8, 2)
     wrong = load.clone()
     wrong[3, 7] = -5
-    with pytest.raises(ValueError, match=r"load must have assignments from 0 .* got -5"):
+    with pytest.raises(ValueError, match="load must have assignments of 0 or more, got -5"):
         native.lower_bound(wrong, 2, 4)
     with pytest.raises(ValueError, match=r"num_slots \(2147483647\) must be from 0 to 23170"):
         native.lower_bound(load, 2**31 - 1, 4)
-    with pytest.raises(ValueError, match=r"load must have assignments from 0 .* got -5"):
+    with pytest.raises(ValueError, match="load must have assignments of 0 or more, got -5"):
         native.share_plan(wrong, quota, slots, 1)
-    with pytest.raises(ValueError, match=r"quota must have assignments from 0 .* got 4611686018"):
+    with pytest.raises(
+        ValueError,
+        match=r"quota must have assignments whose sum fits int64, got a sum of 1.47574e\+20",
+    ):
         native.split_quota(load, torch.full_like(quota, 2**62), None)
     with pytest.raises(ValueError, match=r"source_rank \(4\) must be from 0 to 3"):
         native.share_plan(load, quota, slots, 4)
