@@ -28,6 +28,13 @@ from megatron_ext.balance.load import gather_counts
 from megatron_ext.balance.plan import BalancePlan, Shares
 from megatron_ext.transport import GathersRows, HostCopy
 
+_THAWED = 0x7468617765640000
+"""What a rank sends in place of a seal, plus the layer's number, if it has thawed experts."""
+
+
+def _is_thaw(seal: int) -> bool:
+    return _THAWED <= seal < _THAWED + 2**16
+
 
 class Agreement:
     """Seals of a group's plans, as one rank sees them. All layers of the group share it.
@@ -146,6 +153,23 @@ class Agreement:
         self._seal.zero_()
         self._layer = 0
 
+    def say_thawed(self, layer: int) -> None:
+        """Send, with the next counts, that this rank trains experts of a layer that were frozen.
+
+        The word stands in the seal's place. So the ranks notice, and all raise, if not all say it.
+        """
+        self._seal.fill_(_THAWED + layer)
+
+    def require_agreement(self) -> None:
+        """Raise the error of a difference in the last counts; the host waits for the device.
+
+        Raises:
+            RuntimeError: Ranks had different loads or plans, or not all have thawed.
+        """
+        if self._seal.is_cuda:
+            torch.cuda.synchronize(self._seal.device)
+        self.raise_failure()
+
     def _gather_seals(self) -> Tensor:
         seals = self._seal.new_empty(self._group.size())
         dist.all_gather_into_tensor(seals, self._seal, group=self._group)
@@ -168,6 +192,12 @@ class Agreement:
             self._raise(layer, seals)
 
     def _raise(self, layer: int, seals: list[int]) -> None:
+        if thawed := {rank: seal - _THAWED for rank, seal in enumerate(seals) if _is_thaw(seal)}:
+            raise RuntimeError(
+                f"layer {max(thawed.values())}: {name_ranks(list(thawed), self._num_shards)} train "
+                "experts that all ranks had frozen before, and the other ranks do not: thaw "
+                "experts on all ranks, or train those of all ranks in the first step"
+            )
         counts = {seal: seals.count(seal) for seal in seals}
         # The most frequent seal counts as right; of equally frequent ones, the lowest rank's.
         right = max(counts, key=lambda seal: counts[seal])

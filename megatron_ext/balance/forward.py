@@ -32,6 +32,8 @@ group.
 
 from __future__ import annotations
 
+import gc
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -41,10 +43,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from megatron_ext.balance import held_back
 from megatron_ext.balance.agreement import Agreement
-from megatron_ext.balance.main_weights import Aside, MainWeights
+from megatron_ext.balance.main_weights import Aside, InPlace, MainWeights, everywhere
 from megatron_ext.balance.plan import BalancePlan, Shares
 from megatron_ext.balance.ranges import (
     PUSH_START,
@@ -60,6 +63,10 @@ from megatron_ext.transport import GathersRows, Transfers
 
 NO_SLOTS: list[Any] = [()]
 """Slot weights, by segment, of a layer without slots."""
+
+
+_THREADS_LET_GO_S = 1.0
+"""Far longer than a thread needs to leave a finished collective, also on a loaded machine."""
 
 
 class OnBackward(torch.autograd.Function):
@@ -84,7 +91,16 @@ class OnBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return what `call` makes of the gradients."""
+        """Return what `call` makes of the gradients.
+
+        Raises:
+            RuntimeError: The backward shall have a gradient itself.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "balanced MoE layers have no second derivatives: call backward or "
+                "torch.autograd.grad with create_graph=False"
+            )
         return (None, None, *ctx.call(*grads))
 
 
@@ -134,8 +150,11 @@ class VirtualLayers:
         """Give a forward a virtual layer, until its reduction starts or its graph is dropped.
 
         Raises:
-            RuntimeError: As many forwards as the limit allows wait for their backward.
+            RuntimeError: As many forwards as the limit allows wait for their backward: the same on
+                all ranks, because a dropped graph never counts.
         """
+        if not self._free and self._num_made == self._limit:
+            self._end_dropped()
         if not self._free:
             if self._num_made == self._limit:
                 waiting = sorted(f.microbatch_idx for f in self._borrowers if not f.is_released)
@@ -155,6 +174,17 @@ class VirtualLayers:
         self._num_lent += 1
         self._borrowers.add(forward)
         return virtual_layer
+
+    def _end_dropped(self) -> None:
+        """Let graphs that the program has dropped give back their virtual layers.
+
+        A graph in a cycle of references waits for the garbage collector. A thread of the process
+        group may hold another for a moment, with the tensor that it has moved.
+        """
+        gc.collect()
+        deadline = time.monotonic() + _THREADS_LET_GO_S
+        while not self._free and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def forget_step(self) -> None:
         """End all forwards in flight: no backward will come any more."""
@@ -202,6 +232,8 @@ class Forward:
     """Whether the plan was read for the last time: the reduction starts, or no backward comes."""
     is_joined: bool = False
     """Whether the layer's input waits for the reduction; else backward waits where it starts."""
+    leaf: Tensor = field(init=False)
+    """Where an edge begins that every whole backward of this forward reaches."""
     is_held_back: bool = False
     """Whether DDP hears of the mains' gradients at the join, and not when autograd has them."""
     delayed: list[Forward] | None = None
@@ -211,14 +243,17 @@ class Forward:
     """The transfer that begins behind the plan and ends before the experts."""
     rematerializing: Materializing | None = None
     """The transfer that begins beside the combine's backward and ends before the experts'."""
+    num_pushes: int = 0
+    """`SlotBuffers.num_pushes` when the slots got this forward's replicas, or began to."""
     aside: Aside | None = None
     """With fused gradients, until the reduction: `main_grad` of the earlier microbatches."""
     replica_grads: list[Any] = field(default_factory=list)
     """From the experts' backward to the delayed gradients: those that are not delayed."""
     reducing: Reducing | None = None
     """The reduction, until the join."""
-    adds_in_place: bool = True
-    """Whether the reduction adds to `main_grad` where there is one; else autograd gets the sums."""
+    in_place: InPlace = everywhere
+    """For which mains the reduction adds to `main_grad`, if there is one; autograd gets the sums of
+    the others."""
 
     @cached_property
     def replicas(self) -> Transfers:
@@ -269,9 +304,12 @@ class Forward:
         """
         assert self.mains.fused or not hold_back, "autograd has the mains' own part"
         self.is_joined, self.is_held_back = True, hold_back
-        edge = _edge(hidden)
+        edge = self.leaf = _edge(hidden)
         mains = () if hold_back else self.mains.parameters()
-        hidden, edge = OnBackward.apply(self._add_to_mains, (hidden, edge), hidden, edge, *mains)
+        if hold_back or hidden.requires_grad:
+            return OnBackward.apply(self._add_to_mains, (hidden, edge), hidden, edge, *mains)
+        # The layer's input stays without a gradient: a checkpoint in the layer asks for it.
+        (edge,) = OnBackward.apply(lambda _: self._add_to_mains(None)[1:], (edge,), edge, *mains)
         return hidden, edge
 
     def push(self, there: Tensor | None = None) -> None:
@@ -299,6 +337,8 @@ class Forward:
         """
         if self.buffers is None:
             return tokens, NO_SLOTS
+        if not self._has_slots:
+            self.push()
         assert self.pushing is not None, "the push comes before the experts"
         with stage(PUSH_WAIT):
             self.pushing.wait()
@@ -310,6 +350,8 @@ class Forward:
                 (tokens,) = OnBackward.apply(self._end_experts, (tokens,), tokens, _edge(tokens))
             return tokens, constants
         views = self.mains.slot_weights(self._slot_weights(trained=True))
+        if edge is None:
+            edge = self.leaf = _edge(tokens)
         # With a join, the mains get the replicas' gradients at the join and not here.
         has_sums_here = not self.is_joined and self.delayed is None
         parameters = self.mains.parameters() if has_sums_here else ()
@@ -317,7 +359,7 @@ class Forward:
             self._start_reduction,
             (tokens, *views),
             tokens,
-            _edge(tokens) if edge is None else edge,
+            edge,
             *parameters,
         )
         if self.mains.fused:
@@ -340,9 +382,14 @@ class Forward:
         )
 
     def before_experts_backward(self, output: Tensor) -> Tensor:
-        """Return the experts' output; its backward first waits for the forward's replicas."""
+        """Return the experts' output; its backward first waits for the forward's replicas.
+
+        Raises:
+            RuntimeError: See `_require_slots`.
+        """
         if self.buffers is None:
             return output
+        self._require_slots()
         self.buffers.transport.note_reads()
         (output,) = OnBackward.apply(self._await_replicas, (output,), output)
         return output
@@ -369,16 +416,29 @@ class Forward:
             self.release_plan()
         elif self.mains.fused:
             assert self.buffers is not None
+            self._require_whole_backward()
             self.buffers.begin_fused(self.slot_grads)
-            aside = self.mains.set_aside(self.plan.experts_in_slots, self.buffers.ep_rank)
-            # Add the part that an earlier backward has set aside before it stopped halfway.
-            for now, before in zip(_tensors(aside), _tensors(self.aside or ()), strict=False):
-                now.add_(before)
-            self.aside = aside
+            self.aside = self.mains.set_aside(self.plan.experts_in_slots, self.buffers.ep_rank)
         return (grad,)
+
+    def _require_whole_backward(self) -> None:
+        """Check that the running backward is for all leaves: fused products add for all they meet.
+
+        Raises:
+            RuntimeError: It is for some inputs only.
+        """
+        in_pieces = self.is_held_back or self.delayed is not None
+        if not in_pieces and not _is_executed(get_gradient_edge(self.leaf).node):
+            raise RuntimeError(
+                f"layer {self.layer_number}: with gradient_accumulation_fusion, experts add to "
+                "`main_grad` whatever gradients are asked for: call backward() without inputs, or "
+                "give --no-gradient-accumulation-fusion"
+            )
 
     def _await_replicas(self, grad: Tensor | None) -> tuple[Tensor | None]:
         """Wait for the replicas; starts to materialize them if nothing has done so yet."""
+        if not self._has_slots:
+            self.rematerializing = None
         rematerializing = self._rematerialize()
         with stage_of_backward(PUSH_WAIT, self.layer_number):
             rematerializing.wait()
@@ -389,6 +449,7 @@ class Forward:
     def _end_experts(self, grad: Tensor | None) -> tuple[Tensor | None, None]:
         """Let later pushes wait for the experts' backward, which reads the slots."""
         assert self.buffers is not None
+        self._require_slots()
         self.buffers.transport.note_reads()
         return grad, None
 
@@ -425,9 +486,9 @@ class Forward:
             replicas = self.replicas_of_backward()
             aside, self.aside = self.aside, None
             assert (aside is not None) == self.mains.fused, "`_begin_backward` comes first"
-            # In `torch.autograd.grad` of something else, `main_grad` stays as it was.
-            self.adds_in_place = self.mains.fused or _reaches_leaves()
-            totals = self.mains.totals(self.slot_grads, in_place=self.adds_in_place)
+            # In a backward for something else, `main_grad` stays as it was.
+            self.in_place = everywhere if self.mains.fused else _accumulated().__contains__
+            totals = self.mains.totals(self.slot_grads, in_place=self.in_place)
             self.reducing = self.buffers.reduce_replica_grads(
                 replicas, self.slot_grads, replica_grads, totals, self.label, aside=aside
             )
@@ -445,7 +506,7 @@ class Forward:
         if self.reducing is not None:
             with stage_of_backward(REDUCE_WAIT, self.layer_number):
                 totals = self.reducing.wait()
-            gradients = self.mains.hand_over(totals, in_place=self.adds_in_place)
+            gradients = self.mains.hand_over(totals, in_place=self.in_place)
         self.reducing = None
         if self.is_held_back or self.delayed is not None:
             held_back.let_go(self.mains.parameters())
@@ -471,17 +532,37 @@ class Forward:
         so all ranks decide alike.
         """
         assert self.buffers is not None
-        if self.buffers.hold_replicas_of(self, columnwise=columnwise):
-            return Materializing(None)
-        has_backward = self.virtual_layer is not None
-        self.moves.pushes += has_backward
-        return self.buffers.push(
-            replicas,
-            self.mains,
-            self.label,
-            owner=self if has_backward else None,
-            columnwise=columnwise,
-        )
+        materializing = Materializing(None)
+        if not self.buffers.hold_replicas_of(self, columnwise=columnwise):
+            has_backward = self.virtual_layer is not None
+            self.moves.pushes += has_backward
+            materializing = self.buffers.push(
+                replicas,
+                self.mains,
+                self.label,
+                owner=self if has_backward else None,
+                columnwise=columnwise,
+            )
+        self.num_pushes = self.buffers.num_pushes
+        return materializing
+
+    @property
+    def _has_slots(self) -> bool:
+        """Whether the last push was for this forward. All ranks see the same order of pushes."""
+        return self.buffers is not None and self.num_pushes == self.buffers.num_pushes
+
+    def _require_slots(self) -> None:
+        """Check that the experts, or their backward, have computed with this forward's replicas.
+
+        Raises:
+            RuntimeError: Another forward or backward has come in between.
+        """
+        if not self._has_slots:
+            raise RuntimeError(
+                f"{self.label}: another MoE layer or microbatch ran in the middle of this layer's "
+                "experts, or of their backward, and overwrote their replicas: run it before or "
+                "after the layer (from a hook of the layer, not of its experts)"
+            )
 
     def _slot_weights(self, *, trained: bool) -> list[list[Tensor] | None]:
         """The slots' weights by segment and part; None where `trained` does not fit."""
@@ -505,10 +586,6 @@ class Forward:
         return self.replicas
 
 
-def _tensors(aside: Aside | tuple[()]) -> list[Tensor]:
-    return [each for of_segment in aside for each in of_segment or () if each is not None]
-
-
 def _either(
     grads: Sequence[Tensor | None], others: Sequence[Tensor | None] | None
 ) -> list[Tensor | None]:
@@ -519,20 +596,28 @@ def _either(
     return [grad if grad is not None else other for grad, other in pairs]
 
 
-def _reaches_leaves() -> bool:
-    """Whether the running backward goes on to leaves: to the edge or to mains, maybe by a join."""
-    after = [node for node, _ in torch._C._current_autograd_node().next_functions]
+def _accumulated() -> set[Tensor]:
+    """The mains to whose `.grad` the running backward adds, in the join or behind this node.
+
+    All of them in `backward()`; some or none in `backward(inputs=...)`; none in
+    `torch.autograd.grad`, which returns gradients.
+    """
+    after: list[Any] = [node for node, _ in torch._C._current_autograd_node().next_functions]
     joins = [
         node
         for node in after
         if node is not None and node.name() == OnBackward.__name__ + "Backward"
     ]
     after += [node for join in joins for node, _ in join.next_functions]
-    return any(
-        torch._C._will_engine_execute_node(node)
-        for node in after
-        if node is not None and node.name().endswith("AccumulateGrad")
-    )
+    leaves = [node for node in after if node is not None and node.name().endswith("AccumulateGrad")]
+    return {leaf.variable for leaf in leaves if _is_executed(leaf)}
+
+
+def _is_executed(leaf: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # `torch.autograd.grad` of this leaf.
+        return False
 
 
 def _edge(like: Tensor) -> Tensor:

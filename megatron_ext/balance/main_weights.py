@@ -14,7 +14,7 @@ Legend: M mains per rank, S slots per rank, p part of a segment.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -77,6 +77,15 @@ class Segment:
         return [((part.num_bytes,), torch.uint8) for part in self.parts]
 
 
+InPlace = Callable[[Tensor], bool]
+"""Whether sums may be added to a parameter's `main_grad` itself."""
+
+
+def everywhere(_: Tensor) -> bool:
+    """Say yes, as an `InPlace`."""
+    return True
+
+
 class SegmentMains(Protocol):
     """The weights of one segment of the mains, in one of the forms."""
 
@@ -98,10 +107,10 @@ class SegmentMains(Protocol):
     def main_grads(self) -> list[Tensor | None]:
         """Return the `main_grad` [*shape] of each main, or None."""
 
-    def totals(self, dtype: torch.dtype, *, in_place: bool) -> list[Tensor]:
+    def totals(self, dtype: torch.dtype, *, in_place: InPlace) -> list[Tensor]:
         """Return what the gradients of main m's replicas are added to, [*shape]; see `Totals`."""
 
-    def hand_over(self, totals: list[Tensor], *, in_place: bool) -> list[Tensor | None]:
+    def hand_over(self, totals: list[Tensor], *, in_place: InPlace) -> list[Tensor | None]:
         """Return the totals that autograd adds, by parameter; see `MainWeights.hand_over`."""
 
 
@@ -136,7 +145,7 @@ class SeparateMains:
         """Return the `main_grad` of each main, or None."""
         return [_main_grad(main) for main in self.mains]
 
-    def totals(self, dtype: torch.dtype, *, in_place: bool) -> list[Tensor]:
+    def totals(self, dtype: torch.dtype, *, in_place: InPlace) -> list[Tensor]:
         """Return a tensor for each main."""
         taken = (_takes_sums(main, self.fused, in_place) for main in self.mains)
         return [
@@ -144,7 +153,7 @@ class SeparateMains:
             for main, total in zip(self.mains, taken, strict=True)
         ]
 
-    def hand_over(self, totals: list[Tensor], *, in_place: bool) -> list[Tensor | None]:
+    def hand_over(self, totals: list[Tensor], *, in_place: InPlace) -> list[Tensor | None]:
         """Zero for a main without replicas."""
         return [
             total.to(main.dtype)
@@ -181,13 +190,13 @@ class _StackedMains:
         main_grad = _main_grad(self.mains)
         return list(main_grad.unbind() if main_grad is not None else [None] * len(self.values))
 
-    def totals(self, dtype: torch.dtype, *, in_place: bool) -> list[Tensor]:
+    def totals(self, dtype: torch.dtype, *, in_place: InPlace) -> list[Tensor]:
         total = _takes_sums(self.mains, self.fused, in_place)
         if total is None:
             total = torch.zeros(self.values.shape, dtype=dtype, device=self.values.device)
         return list(total.unbind())
 
-    def hand_over(self, totals: list[Tensor], *, in_place: bool) -> list[Tensor | None]:
+    def hand_over(self, totals: list[Tensor], *, in_place: InPlace) -> list[Tensor | None]:
         if (
             not self.mains.requires_grad
             or _takes_sums(self.mains, self.fused, in_place) is not None
@@ -231,14 +240,15 @@ def is_fsdp(main: Any) -> bool:
     return getattr(main, "__fsdp_param__", False)
 
 
-def _takes_sums(main: Tensor, fused: bool, in_place: bool) -> Tensor | None:
+def _takes_sums(main: Tensor, fused: bool, in_place: InPlace) -> Tensor | None:
     """Return the `main_grad` that gets the sums over replicas; None if autograd adds the sums.
 
     A `main_grad` narrower than float32 would round each part of a microbatch's gradient at the size
     of all microbatches' sum. So autograd adds both parts first.
     """
     # Megatron-FSDP takes unfused gradients from autograd.
-    main_grad = _main_grad(main) if in_place and (fused or not is_fsdp(main)) else None
+    takes = in_place(main) and (fused or not is_fsdp(main))
+    main_grad = _main_grad(main) if takes else None
     return None if main_grad is None or (_rounds(main_grad) and not fused) else main_grad
 
 
@@ -391,11 +401,11 @@ class MainWeights:
             for each in self._segments
         ]
 
-    def totals(self, slot_grads: Sequence[Tensor | None], *, in_place: bool) -> Totals:
+    def totals(self, slot_grads: Sequence[Tensor | None], *, in_place: InPlace) -> Totals:
         """Return what replicas' gradients are added to, where a segment has `slot_grads`.
 
-        That is `main_grad` itself, but with `in_place=False`, and where adding there would round
-        too much, zeros for `hand_over`: float32 (float64 for float64 gradients).
+        That is `main_grad` itself. Zeros for `hand_over`, float32 (float64 for float64 gradients),
+        where `in_place` says no, and where adding there would round too much.
         """
         return [
             segment.totals(torch.promote_types(grad.dtype, torch.float32), in_place=in_place)
@@ -404,7 +414,7 @@ class MainWeights:
             for segment, grad in zip(self._segments, slot_grads, strict=True)
         ]
 
-    def hand_over(self, totals: Totals, *, in_place: bool) -> list[Tensor | None]:
+    def hand_over(self, totals: Totals, *, in_place: InPlace) -> list[Tensor | None]:
         """Return the gradients that autograd adds, by parameter, from the finished `totals`.
 
         A parameter whose `main_grad` has the sums already gets None, and so does a frozen one. Else

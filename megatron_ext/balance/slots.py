@@ -79,6 +79,8 @@ class SlotBuffers:
         # Whether a slot's gradient may be other than zero.
         self._are_grads_used = False
         self._num_virtual_layers = 0
+        self.num_pushes = 0
+        """Pushes so far: each overwrites the replicas of the one before."""
 
     @property
     def weight_buffers(self) -> list[Tensor]:
@@ -157,6 +159,7 @@ class SlotBuffers:
             columnwise: Whether a backward reads the replicas, and not a forward.
         """
         self._resident, self._resident_columnwise = None, columnwise
+        self.num_pushes += 1
         rows = mains.rows(columnwise=columnwise)
         pending = self.transport.push(transfers, rows, self.weight_buffers, label)
         materializing = Materializing(pending, self, owner)

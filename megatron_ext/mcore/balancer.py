@@ -1,7 +1,8 @@
 """What a balanced layer holds between its forwards: slots, planner, virtual layers, agreement.
 
 A layer makes its balancer in its first forward, and not earlier: only then have wrappers settled
-the dtype and the device of the weights, and Megatron has told the layer its number.
+the dtype and the device of the weights, and Megatron has told the layer its number. If a program
+casts or moves the weights later, the layer makes another one.
 
 Legend: N local tokens, E logical experts, R ranks of the EP group, T ranks of an expert-TP group.
 """
@@ -131,6 +132,11 @@ class LayerBalancer:
             for shape, dtype in segment.slot_shapes(self.dtype)
         )
 
+    def fits(self, mains: MainWeights) -> bool:
+        """Whether the weights have the dtype and the device that the balancer was made for."""
+        example = mains.parameters()[0]
+        return (example.dtype, example.device) == (self.dtype, self.device)
+
     def new_forward(self, mains: MainWeights) -> Forward:
         """Return the object of a forward that begins."""
         return Forward(self.layer_number, mains, self.buffers, self.agreement, self.rows)
@@ -199,17 +205,27 @@ class LayerBalancer:
 
         Raises:
             ValueError: A segment has gradients of several dtypes.
+            RuntimeError: Some ranks only have thawed a segment (`Agreement.say_thawed`).
         """
         assert self.buffers is not None
         mine = mains.grad_dtypes
         if not torch.is_grad_enabled():
             return [None] * len(mine)
         agreed = self._grad_dtypes
-        if agreed is None or any(own not in (None, a) for own, a in zip(mine, agreed, strict=True)):
+        if agreed is None or self.has_thawed(mains):
             self._require_warm_up("slots' gradients")
+            if agreed is not None:
+                self.agreement.require_agreement()
             by_rank = gather(mine, self.ep_group)
             agreed = self._grad_dtypes = tuple(map(self._only_dtype, zip(*by_rank, strict=True)))
         return self.buffers.allocate_grads(agreed)
+
+    def has_thawed(self, mains: MainWeights) -> bool:
+        """Whether this rank trains a segment that was frozen on all ranks when they agreed."""
+        agreed = self._grad_dtypes
+        return agreed is not None and any(
+            own not in (None, a) for own, a in zip(mains.grad_dtypes, agreed, strict=True)
+        )
 
     def forget_step(self) -> None:
         """Forget an aborted step, of which ranks may have seen different parts; all ranks call."""

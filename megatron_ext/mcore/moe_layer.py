@@ -45,7 +45,7 @@ from torch import Tensor
 from megatron_ext.balance.forward import Forward
 from megatron_ext.balance.layer_report import LayerReport
 from megatron_ext.balance.load import load_of
-from megatron_ext.balance.main_weights import is_fsdp
+from megatron_ext.balance.main_weights import MainWeights, is_fsdp
 from megatron_ext.balance.plan import BalancePlan, share_plan
 from megatron_ext.balance.ranges import EXPERTS, LOAD, PLAN, REROUTE, stage
 from megatron_ext.balance.reroute import as_map, assign, reroute, reroute_ids
@@ -216,10 +216,20 @@ class BalancedMoELayer(ObservedMoELayer):
         """Whether the layer has its balancer."""
         return hasattr(self, "balancer")
 
+    def balancer_for(self, mains: MainWeights, device: torch.device) -> LayerBalancer:
+        """Return the layer's balancer for its weights, `mains`, and an input on this device.
+
+        A program that casts or moves the model gets a new one, without the loads seen so far; all
+        ranks that plan alike do so between the same forwards.
+        """
+        if self.is_started and self.balancer.fits(mains):
+            return self.balancer
+        return self.start(device)
+
     # What the layer keeps is written in training, too, which tensors of inference mode forbid.
     @torch.inference_mode(False)
     def start(self, device: torch.device) -> LayerBalancer:
-        """Make the layer's balancer, in its first forward; all ranks that plan alike call.
+        """Make the layer's balancer, before a forward; all ranks that plan alike call.
 
         Args:
             device: Where the layer's input is.
@@ -333,8 +343,8 @@ class BalancedMoELayer(ObservedMoELayer):
         """
         if (of_first_pass := take(self)) is not None:
             return of_first_pass
-        balancer = self.balancer if self.is_started else self.start(device)
-        return balancer.new_forward(self.expert_weights.mains())
+        mains = self.expert_weights.mains()
+        return self.balancer_for(mains, device).new_forward(mains)
 
     def _plan(self, forward: Forward, chosen: Tensor, probs_dtype: torch.dtype) -> Tensor | None:
         """Stages 1 and 2: gather the load, solve the plan, and compute this rank's shares.
@@ -357,6 +367,8 @@ class BalancedMoELayer(ObservedMoELayer):
 
     def _make_plan(self, forward: Forward, chosen: Tensor, probs_dtype: torch.dtype) -> Tensor:
         balancer = self.balancer
+        if balancer.has_thawed(forward.mains) and self._has_backward():
+            balancer.agreement.say_thawed(self.layer_number)
         with stage(LOAD):
             forward.counts, marks = balancer.agreement.gather_counts(
                 chosen, balancer.rows, f"layer {self.layer_number}, load"
@@ -383,13 +395,18 @@ class BalancedMoELayer(ObservedMoELayer):
 
     def _keep_plan(self, forward: Forward) -> None:
         """Keep the plan for the backward or the second pass: lend the forward a virtual layer."""
-        checkpoint = checkpoint_under_way()
-        if self.layout.slots == 0 or not (torch.is_grad_enabled() or checkpoint is not None):
+        if not self._has_backward():
             return
         refuse_other_checkpoints(self.layer_number)
         self.balancer.virtual_layers.lend(forward)
-        if checkpoint is not None:
+        if (checkpoint := checkpoint_under_way()) is not None:
             leave(checkpoint, self, forward)
+
+    def _has_backward(self) -> bool:
+        """Whether replicas' gradients may come: in a pass with them, or before a second pass."""
+        return self.layout.slots > 0 and (
+            torch.is_grad_enabled() or checkpoint_under_way() is not None
+        )
 
     def push(self, forward: Forward, there: Tensor | None = None) -> None:
         """Named point, stage 4: start materializing the plan's replicas; see `Forward.push`."""

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.balance.main_weights import SeparateMains
+from megatron_ext.balance.main_weights import InPlace, SeparateMains
 
 
 @dataclass(eq=False)
@@ -137,11 +137,11 @@ class ShardedMains(SeparateMains):
         """None: nothing is added to the shards' `main_grad` here."""
         return [None for _ in self.mains]
 
-    def totals(self, dtype: torch.dtype, *, in_place: bool) -> list[Tensor]:
+    def totals(self, dtype: torch.dtype, *, in_place: InPlace) -> list[Tensor]:
         """Return the mains' own gradients of this backward, whole."""
         return self.whole.grads
 
-    def hand_over(self, totals: list[Tensor], *, in_place: bool) -> list[Tensor | None]:
+    def hand_over(self, totals: list[Tensor], *, in_place: InPlace) -> list[Tensor | None]:
         """Let Megatron scatter the totals; all ranks of the GTP group call."""
         self.whole.grads = []
         self.whole.leader.finalize_group_grads(totals)

@@ -73,8 +73,11 @@ def test_intact_method_meets_the_tolerance_with_several_slots_in_use() -> None:
         assert difference.replicas > 8, "more than one replica a layer and microbatch"
 
 
-@pytest.mark.parametrize(
-    "sabotage", [_skip_reduce, _skip_rematerialize, _swap_slots, _reuse_plan_of_other_microbatch]
-)
+@pytest.mark.parametrize("sabotage", [_skip_reduce, _swap_slots, _reuse_plan_of_other_microbatch])
 def test_parity_notices(sabotage: Callable[[], Any]) -> None:
     assert max(difference.worst for difference in run_ranks(_worst, 2, sabotage)) > 1e-3
+
+
+def test_replicas_that_are_not_restored_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="overwrote their replicas"):
+        run_ranks(_worst, 2, _skip_rematerialize)

@@ -207,3 +207,22 @@ def _reference_beside_a_policy(rank: int) -> None:
 
 def test_a_reference_model_without_main_grads_is_evaluated_beside_a_policy() -> None:
     run_ranks(_reference_beside_a_policy, 2)
+
+
+def _thawed_on_one_rank(rank: int, balance: dict[str, Any]) -> None:
+    gpt = balanced_gpt(dict(ep=2), BalanceConfig(tolerance=0.0, **balance))
+    _freeze(gpt, EXPERTS)
+    gpt.forward_backward()
+    _freeze(gpt, ALL_BUT_EXPERT_0)
+    with torch.no_grad():
+        gpt.forward_backward(forward_only=True)
+    message = (
+        r"layer 1: EP ranks \[0\] train experts that all ranks had frozen.*thaw .* on all ranks"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        gpt.forward_backward()
+
+
+@pytest.mark.parametrize("balance", [{}, dict(transport="collective")])
+def test_experts_thawed_on_some_ranks_only_are_an_error_on_all(balance: dict[str, Any]) -> None:
+    run_ranks(_thawed_on_one_rank, 2, balance, timeout_s=30)

@@ -88,14 +88,16 @@ def test_main_grads_take_the_sums_over_replicas_themselves(stacked: bool) -> Non
     ((_, aside),) = weights.set_aside(torch.tensor([[-1], [1]], dtype=torch.int32), ep_rank=0)
     assert aside.tolist() == [256.0] * 4
     assert mains.main_grad.tolist() == [[256.0] * 4, [0.0] * 4], "main 0 has no replicas"
-    totals = weights.totals(slot_grads, in_place=True)
+    totals = weights.totals(slot_grads, in_place=lambda _: True)
     totals[0][1].fill_(258.0)
     assert mains.main_grad.tolist() == [[256.0] * 4, [258.0] * 4]
-    assert weights.hand_over(totals, in_place=True) == [None for _ in weights.parameters()]
+    assert weights.hand_over(totals, in_place=lambda _: True) == [
+        None for _ in weights.parameters()
+    ]
     # Where autograd gets the sums, they are rounded to the weights' dtype at the end.
-    totals = weights.totals(slot_grads, in_place=False)
+    totals = weights.totals(slot_grads, in_place=lambda _: False)
     totals[0][1].fill_(257.0)
-    found = weights.hand_over(totals, in_place=False)
+    found = weights.hand_over(totals, in_place=lambda _: False)
     expected = torch.tensor([[0.0] * 4, [256.0] * 4], dtype=torch.bfloat16)
     assert torch.equal(found[0] if stacked else torch.stack(found), expected)
 

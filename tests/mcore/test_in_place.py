@@ -14,7 +14,13 @@ import torch
 from torch import nn
 
 from megatron_ext.config import BalanceConfig
-from tests.mcore.parity import balanced_gpt, balanced_layers  # first: enables the CPU platform
+from tests.gpt import build_gpt  # first: it enables the CPU platform
+from tests.mcore.parity import (
+    STEP_TOLERANCE,
+    balanced_gpt,
+    balanced_layers,
+    relative_distance,
+)
 from tests.ranks import run_ranks
 
 
@@ -78,3 +84,32 @@ def test_what_needs_weights_at_other_times_is_refused_beside_megatron_fsdp(
     check_beside_fsdp(SimpleNamespace(), BalanceConfig())
     with pytest.raises(ValueError, match=f"^{named}.* must not be set with Megatron-FSDP"):
         check_beside_fsdp(SimpleNamespace(**settings), BalanceConfig(**balance))
+
+
+def _in_another_precision(rank: int) -> None:
+    """Trained in float32, evaluated and trained in bfloat16, and float32 again; without DDP."""
+    outcomes = []
+    for gpt in (build_gpt(ep=2), balanced_gpt(dict(ep=2), BalanceConfig(tolerance=0.0))):
+        model, tokens = gpt.chunks[0].module, gpt.tokens(0, 0)[:, :-1]
+        gpt.chunks[0].grad_accs.clear()  # With DDP's hooks.
+        for parameter in model.parameters():
+            del parameter.main_grad
+        positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+        found = []
+        for dtype in (torch.float32, torch.bfloat16, torch.float32):
+            model.to(dtype)
+            with torch.no_grad():
+                found.append(model(tokens, positions, None))
+            model.zero_grad()
+            model(tokens, positions, None).float().square().mean().backward()
+            found += [parameter.grad.clone() for parameter in model.parameters()]
+        outcomes.append(found)
+    for expected, other in zip(*outcomes, strict=True):
+        # In bfloat16 each replica's sum is rounded by itself.
+        tolerance = 1e-2 if expected.dtype == torch.bfloat16 else STEP_TOLERANCE
+        assert relative_distance(other, expected) <= tolerance
+    assert all(layer.num_replicas > 0 for layer in balanced_layers(gpt)), "nothing was tested"
+
+
+def test_a_model_may_be_cast_between_its_forwards() -> None:
+    run_ranks(_in_another_precision, 2)

@@ -8,6 +8,7 @@ where they cannot be right, every rank raises an error that names the layer.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -64,6 +65,12 @@ def _assert_equal_gradients(
     assert all(layer.num_replicas > 0 for layer in balanced_layers(gpt)), "nothing was tested"
 
 
+def _compare(rank: int, case: dict[str, Any], backwards: Backwards) -> None:
+    is_float64 = case.get("dtype") == torch.float64
+    tolerance = GRADIENT_TOLERANCE if is_float64 else STEP_TOLERANCE
+    _assert_equal_gradients(dict(ep=2, **case), BalanceConfig(tolerance=0.0), backwards, tolerance)
+
+
 def _twice(rank: int, case: dict[str, Any]) -> None:
     gpt = balanced_gpt(dict(ep=2, **case), BalanceConfig(tolerance=0.0))
     loss = _loss(gpt, 0)
@@ -111,38 +118,19 @@ def test_a_backward_after_one_of_a_part_finds_its_replicas() -> None:
     run_ranks(_after_a_part, 2)
 
 
-def _stopped_before_the_experts(rank: int) -> None:
-    """A backward that ends at the last experts' output has set their mains' gradients aside."""
-    case = dict(ep=2, dtype=torch.bfloat16, gradient_accumulation_fusion=True)
-    gpt = balanced_gpt(case | dict(ddp=dict(grad_reduce_in_fp32=False)), BalanceConfig())
-    run_experts = inside.original(inside.RUN_EXPERTS)
-    outputs: list[torch.Tensor] = []
-
-    def noted(*arguments: Any) -> torch.Tensor:
-        outputs.append(run_experts(*arguments))
-        return outputs[-1]
-
-    def backwards(stops: bool) -> dict[str, torch.Tensor]:
-        def all_of(gpt: TinyGPT) -> None:
-            _loss(gpt, 0).backward()
-            with mock.patch(inside.RUN_EXPERTS, noted):
-                loss = _loss(gpt, 1)
-            if stops:
-                torch.autograd.grad(loss, outputs[-1], retain_graph=True)
-            loss.backward()
-
-        return _gradients(gpt, all_of)
-
-    found, expected = backwards(stops=True), backwards(stops=False)
-    # Those of the output layer are there twice: its products have added them twice.
-    experts = [name for name in expected if ".experts." in name]
-    assert {found[name].dtype for name in experts} == {torch.bfloat16}
-    assert all(torch.equal(found[name], expected[name]) for name in experts)
-    assert all(layer.num_replicas > 0 for layer in balanced_layers(gpt)), "nothing was tested"
+def _in_part_of_fused(rank: int) -> None:
+    gpt = balanced_gpt(dict(ep=2, gradient_accumulation_fusion=True), BalanceConfig(tolerance=0.0))
+    embeddings = dict(gpt.named_parameters())["embedding.word_embeddings.weight"]
+    message = "layer 2: with gradient_accumulation_fusion.*backward\\(\\) without inputs"
+    with pytest.raises(RuntimeError, match=message):
+        _loss(gpt, 0).backward(inputs=[embeddings])
+    with pytest.raises(RuntimeError, match=message):
+        torch.autograd.grad(_loss(gpt, 1), embeddings)
 
 
-def test_gradients_set_aside_come_back_after_a_backward_that_stopped_halfway() -> None:
-    run_ranks(_stopped_before_the_experts, 2)
+def test_fused_gradients_of_a_part_are_refused() -> None:
+    """Fused products add to `main_grad` of all weights that they meet on the way."""
+    run_ranks(_in_part_of_fused, 2)
 
 
 def _ended_by_an_error(rank: int, dtype: torch.dtype) -> bool:
@@ -178,19 +166,9 @@ def _of_the_input_alone(gpt: TinyGPT) -> None:
     torch.autograd.grad(_loss(gpt, 1), embeddings)
 
 
-def _a_part(rank: int, case: dict[str, Any]) -> None:
-    is_float64 = case.get("dtype") == torch.float64
-    _assert_equal_gradients(
-        dict(ep=2, **case),
-        BalanceConfig(tolerance=0.0),
-        _of_the_input_alone,
-        GRADIENT_TOLERANCE if is_float64 else STEP_TOLERANCE,
-    )
-
-
 @pytest.mark.parametrize("case", [dict(dtype=torch.float64), dict(grouped_mm=True)])
 def test_gradients_of_something_else_leave_main_grads_as_they_were(case: dict[str, Any]) -> None:
-    run_ranks(_a_part, 2, case)
+    run_ranks(_compare, 2, case, _of_the_input_alone)
 
 
 class LateTransport(CollectiveTransport):
@@ -274,3 +252,82 @@ def test_behind_a_stop_gradient_mains_get_their_replicas_gradients(
 ) -> None:
     """The residual path reaches the transformer layer's input before the experts' gradients."""
     run_ranks(_behind_a_stop_gradient, 2, case, balance)
+
+
+def _dropped_forwards(rank: int) -> None:
+    """Forwards without a backward, also in evaluation where nobody said `no_grad`; then train."""
+    case = dict(ep=2, num_layers=1, dtype=torch.float64)
+    gpt = balanced_gpt(case, BalanceConfig(tolerance=0.0, max_in_flight=2))
+    if rank == 1:
+        gc.disable()
+    try:
+        for microbatch in range(40):
+            dropped = [_loss(gpt, microbatch)]
+            if microbatch % 8 == 0:
+                dropped.append(dropped)  # Only the garbage collector ends such a cycle.
+        gpt.chunks[0].eval()
+        for microbatch in range(200):
+            _loss(gpt, microbatch)
+    finally:
+        gc.enable()
+    gpt.chunks[0].train()
+    found = _gradients(gpt, lambda gpt: _loss(gpt, 0).backward())
+    expected = _gradients(build_gpt(**case), lambda gpt: _loss(gpt, 0).backward())
+    for name, value in expected.items():
+        assert relative_distance(found[name], value) <= GRADIENT_TOLERANCE, name
+
+
+def test_dropped_forwards_need_no_garbage_collector() -> None:
+    """The collector is off on one rank, and more forwards are dropped than may wait."""
+    run_ranks(_dropped_forwards, 2)
+
+
+def _second_derivative(rank: int) -> None:
+    gpt = balanced_gpt(dict(ep=2), BalanceConfig())
+    with pytest.raises(RuntimeError, match=r"no second derivatives.*create_graph=False"):
+        _loss(gpt, 0).backward(create_graph=True)
+
+
+def test_a_second_derivative_is_refused_on_all_ranks() -> None:
+    run_ranks(_second_derivative, 2)
+
+
+def _some_experts(gpt: TinyGPT) -> None:
+    """Gradients of the experts' first products: to `.grad`, returned, and of all in between."""
+    first = [
+        p for name, p in gpt.chunks[0].named_parameters() if "experts" in name and "fc1" in name
+    ]
+    _loss(gpt, 0).backward(inputs=first)
+    _loss(gpt, 1).backward()
+    for parameter, grad in zip(first, torch.autograd.grad(_loss(gpt, 2), first), strict=True):
+        parameter.main_grad += grad
+
+
+@pytest.mark.parametrize("case", [dict(dtype=torch.float64), dict(grouped_mm=True)])
+def test_gradients_of_some_experts_alone(case: dict[str, Any]) -> None:
+    run_ranks(_compare, 2, case, _some_experts)
+
+
+def _beside_its_experts(rank: int, where: str) -> None:
+    """Another layer runs where this layer's experts do, or in their backward."""
+    gpt = balanced_gpt(dict(ep=2), BalanceConfig(tolerance=0.0))
+    first, second = (layer.mlp for layer in gpt.chunks[0].module.decoder.layers)
+
+    def run_second(tensor: torch.Tensor) -> None:
+        with torch.no_grad():
+            second(torch.randn(16, 1, tensor.shape[-1]))
+
+    def before(_: Any, given: Any) -> None:
+        if where == "forward":
+            run_second(given[0])
+        else:
+            given[0].register_hook(run_second)
+
+    first.experts.register_forward_pre_hook(before)
+    with pytest.raises(RuntimeError, match=r"^layer 1.*ran in the middle of this layer's experts"):
+        _loss(gpt, 0).backward()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_replicas_overwritten_under_their_experts_are_an_error_on_all_ranks(where: str) -> None:
+    run_ranks(_beside_its_experts, 2, where)

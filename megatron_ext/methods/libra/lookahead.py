@@ -60,6 +60,15 @@ class Prediction:
     sent: Mark
     """The start of the push; None if the push is not timed."""
 
+    num_pushes: int
+    """`SlotBuffers.num_pushes` with this one."""
+
+    @property
+    def is_still_there(self) -> bool:
+        """Whether no later push has overwritten the replicas."""
+        buffers = self.forward.buffers
+        return buffers is not None and buffers.num_pushes == self.num_pushes
+
     def wait(self) -> None:
         """Return when the slots hold the replicas; called once."""
         with timed("materialize", self.sent):
@@ -142,7 +151,8 @@ class LookaheadMoELayer(BalancedMoELayer):
         """Wait for the replicas that were sent ahead, and materialize the missing ones."""
         if self._prediction is not None:
             self._prediction.wait()
-            there = self._prediction.placed
+            if self._prediction.is_still_there:
+                there = self._prediction.placed
         super().push(forward, there)
 
     def before_dispatch(self, forward: Forward, hidden_states: Tensor, chosen: Tensor) -> None:
@@ -185,8 +195,8 @@ class LookaheadMoELayer(BalancedMoELayer):
 
     def send_ahead(self, predicted: Tensor) -> Prediction:
         """Start materializing the replicas of predicted choices, bool [N, E]; all EP ranks call."""
-        balancer = self.balancer if self.is_started else self.start(predicted.device)
         mains = self.expert_weights.mains()
+        balancer = self.balancer_for(mains, predicted.device)
         label = f"layer {self.layer_number}, sent ahead"
         counts, _ = gather_counts(predicted, self.planning_group, rows=balancer.rows, label=label)
         load = load_of(counts, self.layout.ep_size)
@@ -198,7 +208,10 @@ class LookaheadMoELayer(BalancedMoELayer):
             replicas = Transfers(placed, self.layout.mains_per_rank)
             pending = balancer.buffers.push(replicas, mains, label)
         sent = TIMES.mark() if self.training else None
-        return Prediction(balancer.new_forward(mains), predicted, load, placed, pending, sent)
+        return Prediction(
+            *(balancer.new_forward(mains), predicted, load, placed, pending, sent),
+            num_pushes=balancer.buffers.num_pushes,
+        )
 
 
 def predict_routing(router: Any, hidden_states: Tensor) -> Tensor:
