@@ -342,6 +342,8 @@ class BalancedMoELayer(ObservedMoELayer):
         `device` is the device of the layer's input.
         """
         if (of_first_pass := take(self)) is not None:
+            # A join outside of the checkpoint may come before this pass, or never.
+            of_first_pass.is_joined = of_first_pass.is_held_back = False
             return of_first_pass
         mains = self.expert_weights.mains()
         return self.balancer_for(mains, device).new_forward(mains)

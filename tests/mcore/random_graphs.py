@@ -29,6 +29,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -608,9 +609,13 @@ class _Run:
                 parameter.copy_(self.initial[name])
         reset_after_abort(self.gpt.chunks)
         chunk.zero_grad_buffer()
-        for layer in balanced_layers(self.gpt):
-            # The next program begins with the first forward of its layers.
-            vars(layer).pop("balancer", None)
+        _forget_first_forward(self.gpt)
+
+
+def _forget_first_forward(gpt: TinyGPT) -> None:
+    """Let the next program begin with the first forward of the balanced layers."""
+    for layer in balanced_layers(gpt):
+        vars(layer).pop("balancer", None)
 
 
 def _in_a_thread(call: Callable[[], None]) -> None:
@@ -664,8 +669,12 @@ def _pair(model: int) -> tuple[TinyGPT, TinyGPT, dict[str, torch.Tensor]]:
             dict(ep=2, **case), BalanceConfig(tolerance=0.0, timeout_s=20.0, **balance)
         )
         for gpt in (plain, balanced):
-            # Megatron caches it, and one of inference mode would fail in training.
-            gpt.chunks[0].module.rotary_pos_emb(SEQUENCE)
+            # Megatron caches them, and those of inference mode would fail in training.
+            for length in {SEQUENCE, *chain(*LENGTHS)}:
+                gpt.chunks[0].module.rotary_pos_emb(length)
+                with torch.no_grad():
+                    _Run(gpt, dist.get_rank(), {}).loss(0, (length, length))
+            _forget_first_forward(gpt)
         _models[model] = plain, balanced, plain.parameters()
     return _models[model]
 

@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.config import BalanceConfig
 from megatron_ext.transport.collective import CollectiveTransport
@@ -280,6 +281,25 @@ def _dropped_forwards(rank: int) -> None:
 def test_dropped_forwards_need_no_garbage_collector() -> None:
     """The collector is off on one rank, and more forwards are dropped than may wait."""
     run_ranks(_dropped_forwards, 2)
+
+
+def _in_a_checkpoint_behind_a_stop_gradient(gpt: TinyGPT) -> None:
+    """The transformer layer's input needs no gradient, so no path leads on to it."""
+    layer = gpt.chunks[0].module.decoder.layers[1]
+    run = layer.mlp.forward
+    layer.mlp.forward = lambda hidden, **rest: checkpoint(
+        lambda hidden: run(hidden, **rest), hidden, use_reentrant=True
+    )
+    layer.register_forward_pre_hook(
+        lambda _, args, given: (args, given | {"hidden_states": given["hidden_states"].detach()}),
+        with_kwargs=True,
+    )
+    _loss(gpt, 0).backward()
+
+
+def test_a_checkpoint_around_an_moe_layer_behind_a_stop_gradient() -> None:
+    case = dict(dtype=torch.float64)
+    run_ranks(_compare, 2, case, _in_a_checkpoint_behind_a_stop_gradient)
 
 
 def _second_derivative(rank: int) -> None:
