@@ -17,6 +17,7 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -119,9 +120,12 @@ def _require_own_user(sockets: dict[int, int], *, all_here: bool) -> None:
             if (end := _end(descriptor)) is None:
                 continue
             port = f"port {end.local[1]}"
-            own, other = _user(end), _user(_End(end.family, end.remote, end.local))
+            ends = end, _End(end.family, end.remote, end.local)
+            own, other = map(_user, ends)
+            if own is None:  # A kernel without tcp_diag, where the look takes longer.
+                own, other = map(_user_in_table, ends)
             if own is None:
-                raise PeerError(f"{port}: the kernel does not say whose it is (module tcp_diag)")
+                raise PeerError(f"{port}: the kernel does not say whose it is")
             if other is None and (all_here or end.local[0] == end.remote[0]):
                 if time.monotonic() > deadline:
                     raise PeerError(f"{port}: the peer over gloo is no process of this machine")
@@ -162,6 +166,23 @@ def _user(end: _End) -> int | None:
     state, user, inode = struct.unpack_from("=xB62xII", answer, 16)
     # Without an inode no process has taken the connection yet, or none has it any more.
     return user if inode and state != _TCP_LISTEN else None
+
+
+def _user_in_table(end: _End) -> int | None:
+    """Return the same from the kernel's table of connections (`man 5 proc`)."""
+
+    def place(address: tuple[str, int]) -> str:
+        packed = socket.inet_pton(end.family, address[0].partition("%")[0])
+        words = struct.unpack(f"={len(packed) // 4}I", packed)
+        return "".join(f"{word:08X}" for word in words) + f":{address[1]:04X}"
+
+    wanted = [place(end.local), place(end.remote)]
+    name = "tcp6" if end.family == socket.AF_INET6 else "tcp"
+    with suppress(OSError), Path("/proc/self/net", name).open() as table:
+        for fields in map(str.split, table):
+            if fields[1:3] == wanted and int(fields[9]):
+                return int(fields[7])
+    return None
 
 
 def _name(user: int) -> str:

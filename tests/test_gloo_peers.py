@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import struct
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -85,6 +86,19 @@ def test_a_peer_of_another_user_ends_the_rank(
         del group
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make sockets of other users")
+def test_a_kernel_without_a_way_to_ask_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch()
+    monkeypatch.setattr(gloo_peers, "_user", lambda _: None)
+    with ExitStack() as sockets:
+        mine = [sockets.enter_context(each) for each in _sockets_of(os.geteuid())]
+        assert _make_group(GLOO.__init__, mine).size() == 2
+    with ExitStack() as sockets:
+        of_stranger = [sockets.enter_context(each) for each in _sockets_of(OTHER_USER)]
+        with pytest.raises(PeerError, match="user nobody, not of user root"):
+            _make_group(GLOO.__init__, of_stranger)
+
+
 @pytest.mark.parametrize("all_here", [True, False])
 def test_a_peer_of_this_user_is_a_peer(all_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     watch()
@@ -101,7 +115,8 @@ def test_a_peer_on_another_machine_is_refused_where_all_ranks_are_here(
     mine, theirs = ("10.0.0.1", 1), ("10.0.0.2", 2)
     users = {mine: 0}
     monkeypatch.setattr(gloo_peers, "_end", lambda _: gloo_peers._End(2, mine, theirs))
-    monkeypatch.setattr(gloo_peers, "_user", lambda end: users.get(end.local))
+    for name in "_user", "_user_in_table":
+        monkeypatch.setattr(gloo_peers, name, lambda end: users.get(end.local))
     monkeypatch.setattr(gloo_peers, "_WAIT_S", 0.0)
     gloo_peers._require_own_user({7: 3}, all_here=False)
     with pytest.raises(PeerError, match="port 1: the peer over gloo is no process of this mach"):
@@ -111,8 +126,11 @@ def test_a_peer_on_another_machine_is_refused_where_all_ranks_are_here(
         gloo_peers._require_own_user({7: 3}, all_here=False)
 
 
+@pytest.mark.parametrize("ask", [gloo_peers._user, gloo_peers._user_in_table])
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_the_kernel_names_the_user_of_an_end(host: str) -> None:
+def test_the_kernel_names_the_user_of_an_end(
+    host: str, ask: Callable[[gloo_peers._End], int | None]
+) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     if family == socket.AF_INET6 and not Path("/proc/self/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
@@ -121,11 +139,11 @@ def test_the_kernel_names_the_user_of_an_end(host: str) -> None:
         end = gloo_peers._end(one.fileno())
         assert end is not None
         other = gloo_peers._End(family, end.remote, end.local)
-        assert gloo_peers._user(end) == os.geteuid()
-        assert gloo_peers._user(other) is None  # It waits for `accept`.
+        assert ask(end) == os.geteuid()
+        assert ask(other) is None  # It waits for `accept`.
         with server.accept()[0]:
-            assert gloo_peers._user(other) == os.geteuid()
-        assert gloo_peers._user(other) is None
+            assert ask(other) == os.geteuid()
+        assert ask(other) is None
 
 
 def test_connections_that_gloo_makes_later_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
