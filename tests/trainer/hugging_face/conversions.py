@@ -157,10 +157,24 @@ def main(folder: Path) -> None:
     like = _with_one_layer(families["qwen3_moe"] / "hub", folder / "of one layer")
     words = ["checkpoint", "export-hf", families["qwen3_moe"] / "imported", "--like", like]
     said["of more layers"] = _run(command, [*words, "--out", out]) | {"left": _listed(out)}
+    flipped = _with_a_flipped_bit(families["mixtral"] / "imported", folder / "flipped")
+    words = ["checkpoint", "export-hf", flipped, "--like", families["mixtral"] / "hub"]
+    said["of a flipped bit"] = _run(command, [*words, "--out", out]) | {"left": _listed(out)}
     words = ["checkpoint", "import-hf", families["mixtral"] / "hub", "--out", out, "--dry-run"]
     said["dry run"] = _run(command, words) | {"left": _listed(out)}
     said["bridge"] = _in_bridge(families["qwen3_moe"] / "hub")
     (folder / "said.json").write_text(json.dumps(said))
+
+
+def _with_a_flipped_bit(imported: Path, there: Path) -> Path:
+    shutil.copytree(imported, there)
+    (file,) = there.glob("checkpoints/*/*.distcp")
+    with file.open("r+b") as stream:
+        stream.seek(file.stat().st_size // 2)
+        (byte,) = stream.read(1)
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte ^ 1]))
+    return there
 
 
 def _listed(folder: Path) -> list[str]:

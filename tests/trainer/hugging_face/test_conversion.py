@@ -147,8 +147,12 @@ def test_a_dry_run_and_a_refused_export_write_nothing(converted: Path) -> None:
     assert "step_00000000 is not of the model of" in said["of another model"]["stderr"]
     assert said["of more layers"]["status"] == 2
     assert re.search(r"is \[2, .*\], not \[1, .*\]\n$", said["of more layers"]["stderr"])
-    names = ("dry run", "of another model", "of more layers")
-    assert [said[name]["left"] for name in names] == [[], [], []]
+    assert said["of a flipped bit"]["status"] == 2
+    assert said["of a flipped bit"]["stderr"].endswith(
+        ".distcp was changed: its checksum is another\n"
+    )
+    names = ("dry run", "of another model", "of more layers", "of a flipped bit")
+    assert [said[name]["left"] for name in names] == [[], [], [], []]
 
 
 def test_bridge_exports_a_balanced_model_and_reads_its_settings(converted: Path) -> None:
