@@ -216,19 +216,23 @@ class BalancedMoELayer(ObservedMoELayer):
         """Whether the layer has its balancer."""
         return hasattr(self, "balancer")
 
-    def balancer_for(self, mains: MainWeights, device: torch.device) -> LayerBalancer:
-        """Return the layer's balancer for its weights, `mains`, and an input on this device.
+    def balancer_for(self, device: torch.device) -> tuple[LayerBalancer, MainWeights]:
+        """Return the layer's balancer for an input on this device, and its weights.
 
         A program that casts or moves the model gets a new one, without the loads seen so far; all
         ranks that plan alike do so between the same forwards.
         """
-        if self.is_started and self.balancer.fits(mains):
-            return self.balancer
-        return self.start(device)
+        if not self.is_started:
+            self.start(device)  # It changes how quantized weights are held.
+        mains = self.expert_weights.mains()
+        if not self.balancer.fits(mains):
+            self.start(device)
+            mains = self.expert_weights.mains()
+        return self.balancer, mains
 
     # What the layer keeps is written in training, too, which tensors of inference mode forbid.
     @torch.inference_mode(False)
-    def start(self, device: torch.device) -> LayerBalancer:
+    def start(self, device: torch.device) -> None:
         """Make the layer's balancer, before a forward; all ranks that plan alike call.
 
         Args:
@@ -260,7 +264,6 @@ class BalancedMoELayer(ObservedMoELayer):
             dtype=example.dtype,
             device=example.device,
         )
-        return self.balancer
 
     @property
     def under_way(self) -> Forward:
@@ -345,8 +348,8 @@ class BalancedMoELayer(ObservedMoELayer):
             # A join outside of the checkpoint may come before this pass, or never.
             of_first_pass.is_joined = of_first_pass.is_held_back = False
             return of_first_pass
-        mains = self.expert_weights.mains()
-        return self.balancer_for(mains, device).new_forward(mains)
+        balancer, mains = self.balancer_for(device)
+        return balancer.new_forward(mains)
 
     def _plan(self, forward: Forward, chosen: Tensor, probs_dtype: torch.dtype) -> Tensor | None:
         """Stages 1 and 2: gather the load, solve the plan, and compute this rank's shares.

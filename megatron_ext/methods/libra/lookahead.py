@@ -195,8 +195,7 @@ class LookaheadMoELayer(BalancedMoELayer):
 
     def send_ahead(self, predicted: Tensor) -> Prediction:
         """Start materializing the replicas of predicted choices, bool [N, E]; all EP ranks call."""
-        mains = self.expert_weights.mains()
-        balancer = self.balancer_for(mains, predicted.device)
+        balancer, mains = self.balancer_for(predicted.device)
         label = f"layer {self.layer_number}, sent ahead"
         counts, _ = gather_counts(predicted, self.planning_group, rows=balancer.rows, label=label)
         load = load_of(counts, self.layout.ep_size)
