@@ -21,7 +21,9 @@ def _flip_load(load, plan):
 
 def _move_quota(load, plan):
     quota = plan.quota.clone()
-    quota[0] = quota[0].flip(0) + torch.tensor([1, -1] + [0] * (quota.shape[1] - 2))
+    most = int(quota[0].argmax())
+    quota[0, most] -= 1
+    quota[0, most - 1] += 1
     return load, BalancePlan(plan.layout, quota, plan.experts_in_slots)
 
 

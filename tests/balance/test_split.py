@@ -95,9 +95,7 @@ def test_a_source_rank_without_tokens_and_an_empty_load():
 def test_wrong_source_rank(source_rank):
     instance = worked_example()
     plan = plan_for(instance.load, instance.layout)
-    with pytest.raises(
-        ValueError, match=rf"source_rank \({source_rank}\) must be a rank .* 0 to 1"
-    ):
+    with pytest.raises(ValueError, match=rf"source_rank \({source_rank}\) must be from 0 to 1"):
         split_quota(instance.load, plan, source_rank)
 
 
