@@ -116,10 +116,10 @@ DAMAGES = {
         _reach_out,
         r"checksums\.json names a file outside of its folder: '\.\./\.\./config\.yaml'",
     ),
-    "brackets in run.json": (
-        "run.json",
-        lambda file: file.write_text("[" * file.stat().st_size),
-        r"run\.json is no readable JSON: .*",
+    "brackets in checksums": (
+        "checksums.json",
+        lambda file: file.write_text("[" * 100_000),
+        r"checksums\.json is no readable JSON: .*",
     ),
     "empty checksums": ("checksums.json", _empty, r"checksums\.json is empty"),
 }
