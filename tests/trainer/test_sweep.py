@@ -23,7 +23,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """The runs that a sweep makes; none is trained."""
     runs: list[TrainConfig] = []
 
-    def make(config: TrainConfig, num_ranks: int | None) -> None:
+    def make(config: TrainConfig, num_ranks: int | None, verbose: bool) -> None:
         runs.append(config)
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
         (Path(config.run_dir) / METRICS_FILE).touch()
@@ -58,10 +58,10 @@ def test_what_was_made_is_compared_where_a_run_fails(
     monkeypatch.setattr(sweep, "_compare", lambda folder, runs: compared.append(runs))
     make = train.train
 
-    def fail_second(config: TrainConfig, num_ranks: int | None) -> None:
+    def fail_second(config: TrainConfig, num_ranks: int | None, verbose: bool) -> None:
         if config.balance.slots == 2:
             raise SystemExit(1)
-        make(config, num_ranks=num_ranks)
+        make(config, num_ranks=num_ranks, verbose=verbose)
 
     monkeypatch.setattr(train, "train", fail_second)
     words = [*WORDS, f"data.path={data}", f"run_dir={tmp_path / 's'}"]
