@@ -335,7 +335,7 @@ def test_a_folder_that_cannot_be_made(data: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_full_disk(data: Path, saved_run: Path, tmp_path: Path) -> None:
     """By the real command, on a disk with room for one checkpoint, and then on a read-only one."""
-    mount = f"mount -t tmpfs -o size=1m tmpfs {tmp_path}"
+    mount = f"mount -t tmpfs -o size=1m,mode=755 tmpfs {tmp_path}"
     if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode:
         pytest.skip("no disk can be mounted here")
     command = [sys.executable, "-m", "megatron_ext.train", *overrides(data, tmp_path)]
