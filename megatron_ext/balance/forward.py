@@ -232,6 +232,9 @@ class Forward:
     """Whether the plan was read for the last time: the reduction starts, or no backward comes."""
     is_joined: bool = False
     """Whether the layer's input waits for the reduction; else backward waits where it starts."""
+    is_in_pieces: bool = False
+    """Whether a program's backward is several of autograd's: of pieces, or without weight
+    gradients."""
     leaf: Tensor = field(init=False)
     """Where an edge begins that every whole backward of this forward reaches."""
     is_held_back: bool = False
@@ -427,8 +430,7 @@ class Forward:
         Raises:
             RuntimeError: It is for some inputs only.
         """
-        in_pieces = self.is_held_back or self.delayed is not None
-        if not in_pieces and not _is_executed(get_gradient_edge(self.leaf).node):
+        if not self.is_in_pieces and not _is_executed(get_gradient_edge(self.leaf).node):
             raise RuntimeError(
                 f"layer {self.layer_number}: with gradient_accumulation_fusion, experts add to "
                 "`main_grad` whatever gradients are asked for: call backward() without inputs, or "

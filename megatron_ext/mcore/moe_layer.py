@@ -349,7 +349,9 @@ class BalancedMoELayer(ObservedMoELayer):
             of_first_pass.is_joined = of_first_pass.is_held_back = False
             return of_first_pass
         balancer, mains = self.balancer_for(device)
-        return balancer.new_forward(mains)
+        forward = balancer.new_forward(mains)
+        forward.is_in_pieces = self.is_overlapped or self.has_delayed_gradients
+        return forward
 
     def _plan(self, forward: Forward, chosen: Tensor, probs_dtype: torch.dtype) -> Tensor | None:
         """Stages 1 and 2: gather the load, solve the plan, and compute this rank's shares.
