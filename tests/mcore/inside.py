@@ -118,8 +118,7 @@ def measured(layer: Any) -> dict[str, float]:
 
 def measure(layer: Any, load: torch.Tensor, probs_dtype: torch.dtype) -> None:
     """Measure the costs of plans now, for a load int64 [R, E]; all EP ranks call."""
-    mains = layer.expert_weights.mains()
-    balancer = layer.balancer_for(mains, load.device)
+    balancer, mains = layer.balancer_for(load.device)
     balancer.prepare_planner(mains, load, probs_dtype)
 
 
