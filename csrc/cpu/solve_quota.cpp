@@ -27,6 +27,7 @@ class QuotaPlanner {
           mains_(load_.mains()),
           slots_(load_.slots()),
           hottest_first_(problem.num_experts),
+          busier_(problem.num_experts),
           bounds_(load_.num_domains(), kUnknown),
           replicas_(load_.no_replicas()),
           tries_(load) {}
@@ -65,11 +66,16 @@ class QuotaPlanner {
   private:
     Domain<Amount> domain(int d) const { return tries_.domain(d, problem_.tolerance_ppm == 0); }
 
-    const int32_t* hottest_first(const Domain<Amount>& domain, int d) {
+    // Domain d's experts in order.
+    DomainBound<HostWarp<int64_t>, Amount> bounds_in(const Domain<Amount>& domain, int d) {
         const int experts = domain.experts();
-        int32_t* order = hottest_first_.data() + d * experts;
+        int32_t* const order = hottest_first_.data() + d * experts;
+        int32_t* const busier = busier_.data() + d * experts;
         HostLoad::sort_falling(domain.expert_load, order, experts);
-        return order;
+        place_.resize(ranks_);
+        for (int i = 0; i < ranks_; ++i) place_[domain.busiest_first[i]] = i;
+        for (int i = 0; i < experts; ++i) busier[i] = place_[order[i] / mains_];
+        return {warp_, domain, order, busier};
     }
 
     // The bound of domain d, or `least` if that is more.
@@ -85,7 +91,7 @@ class QuotaPlanner {
 
     int64_t bound_of(int d) {
         const Domain<Amount> own = domain(d);
-        const DomainBound<HostWarp<int64_t>, Amount> bounds(warp_, own, hottest_first(own, d));
+        const auto bounds = bounds_in(own, d);
         int64_t bound = bounds.by_receivers();
         int64_t load = 0;  // of the k busiest ranks together
         for (int k = 1; k <= ranks_; ++k) {
@@ -198,6 +204,8 @@ class QuotaPlanner {
     const int slots_;
     const HostWarp<int64_t> warp_{};
     std::vector<int32_t> hottest_first_;  // [E], counted within the domain
+    std::vector<int32_t> busier_;         // [E], see DomainBound
+    std::vector<int32_t> place_;          // [D] of a rank in busiest_first
     std::vector<int64_t> hottest_load_;
     std::vector<int64_t> bounds_;  // of the domains, or kUnknown
     Replicas replicas_;

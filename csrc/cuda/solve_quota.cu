@@ -41,6 +41,8 @@ struct Sums {
     int64_t* home_load;      // [R]
     int32_t* busiest_first;  // [R], counted within the domain
     int32_t* hottest_first;  // [E], counted within the domain
+    int32_t* busier;         // [E], see DomainBound
+    int32_t* place;          // [R] of a rank in busiest_first
 
     __host__ __device__ int64_t lay_out(char* memory, const QuotaProblem& problem) {
         const int64_t ranks = problem.num_ranks;
@@ -50,7 +52,9 @@ struct Sums {
         home_load = expert_load + experts;
         busiest_first = reinterpret_cast<int32_t*>(home_load + ranks);
         hottest_first = busiest_first + ranks;
-        return (8 * (1 + experts + ranks) + 4 * (ranks + experts) + 15) / 16 * 16;
+        busier = hottest_first + experts;
+        place = busier + experts;
+        return (8 * (1 + experts + ranks) + 8 * (ranks + experts) + 15) / 16 * 16;
     }
 };
 
@@ -82,30 +86,75 @@ __device__ Domain<int64_t> domain_of(const QuotaProblem& problem,
             sums.busiest_first + d * ranks};
 }
 
-// Order indices by falling value. Neighboring lanes compare an index with a part of the others
-// each.
-__device__ __noinline__ void sort_falling(const int64_t* value, int32_t* order, int count) {
+extern __shared__ float4 dynamic_memory[];
+
+// Call `found(index, place)` for each index, with its place by falling value. Neighboring lanes
+// compare an index with a part of the others each. By the whole block.
+//   count_before(i, part, parts)  how many of the indices of a part come before i
+template <class CountBefore, class Found>
+__device__ void for_each_place(int count, CountBefore count_before, Found found) {
     int parts = DeviceWarp::kLanes;
     while (parts > 1 && parts * count > kThreads) parts /= 2;
     const int thread = static_cast<int>(threadIdx.x);
     MEGATRON_EXT_ROLLED
     for (int first = 0; first < count; first += kThreads / parts) {
         const int i = first + thread / parts;
-        const int64_t own = i < count ? value[i] : 0;
-        int place = 0;
-#pragma unroll 8  // reads in flight at once
-        for (int j = thread % parts; j < count; j += parts) {
-            place += comes_first(value[j], j, own, i);
-        }
+        int place = i < count ? count_before(i, thread % parts, parts) : 0;
         MEGATRON_EXT_ROLLED
         for (int distance = 1; distance < parts; distance *= 2) {
             place += __shfl_xor_sync(DeviceWarp::kAll, place, distance);
         }
-        if (i < count && thread % parts == 0) order[place] = i;
+        if (i < count && thread % parts == 0) found(i, place);
     }
 }
 
-extern __shared__ float4 dynamic_memory[];
+// Values above inverted indices, in shared memory: of two words the higher one comes first.
+struct alignas(16) FourWords {
+    uint32_t each[4];
+};
+
+// Whether values and indices fit such words.
+__device__ bool fits_words(int64_t value) { return value < int64_t{1} << (32 - kIndexBits); }
+constexpr int kMostWords = 1 << kIndexBits;
+
+// Order indices by falling value. By the whole block, before it tries: words lie where tries will.
+template <class Found>
+__device__ void sort_falling(const int64_t* value, int count, bool in_words, Found found) {
+    if (!in_words) {
+        const auto count_before = [&](int i, int part, int parts) {
+            const int64_t own = value[i];
+            int before = 0;
+#pragma unroll 8  // reads in flight at once
+            for (int j = part; j < count; j += parts) before += comes_first(value[j], j, own, i);
+            return before;
+        };
+        for_each_place(count, count_before, found);
+        return;
+    }
+    auto* const words = reinterpret_cast<uint32_t*>(dynamic_memory);
+    constexpr int kEach = 4 * DeviceWarp::kLanes;  // so that each part is as long
+    const int padded = (count + kEach - 1) / kEach * kEach;
+    MEGATRON_EXT_ROLLED
+    for (int i = static_cast<int>(threadIdx.x); i < padded; i += kThreads) {
+        // What is behind the last comes before none.
+        words[i] =
+            i < count ? static_cast<uint32_t>(value[i]) << kIndexBits | (kMostWords - 1 - i) : 0;
+    }
+    __syncthreads();
+    const auto count_before = [&](int i, int part, int parts) {
+        const uint32_t own = words[i];
+        int before = 0;
+#pragma unroll 4
+        for (int j = part; j < padded / 4; j += parts) {
+            const FourWords four = reinterpret_cast<const FourWords*>(words)[j];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) before += four.each[k] > own;
+        }
+        return before;
+    };
+    for_each_place(count, count_before, found);
+    __syncthreads();  // The words may be overwritten.
+}
 
 // The loads of a domain, and its ranks in order if there is a place for them. By the whole block.
 template <class Amount>
@@ -534,8 +583,10 @@ __device__ __noinline__ int64_t bound_of_warp(Warp warp,
     MEGATRON_EXT_ROLLED
     for (int d = 0; d < num_domains; ++d) {
         const Domain<int64_t> domain = domain_of(problem, sums, d, even);
-        const DomainBound<Warp, int64_t> bounds(
-            warp, domain, sums.hottest_first + d * domain.experts());
+        const DomainBound<Warp, int64_t> bounds(warp,
+                                                domain,
+                                                sums.hottest_first + d * domain.experts(),
+                                                sums.busier + d * domain.experts());
         if (d % kWarps == warp_idx) bound = larger(bound, bounds.by_receivers());
         MEGATRON_EXT_ROLLED
         for (int k = 1 + warp_idx; k <= domain.ranks; k += kWarps) {
@@ -587,30 +638,42 @@ __global__ __launch_bounds__(kSumThreads) void sum_columns_kernel(QuotaProblem p
 
 // The ranks' sums and the orders, from the experts' sums. Of all domains: where the search starts
 // depends on the worst of them. By the whole block.
+//   has_room  whether kMostWords fit into the shared memory
 __device__ __noinline__ void sum_domains(const QuotaProblem& problem,
                                          const Sums& sums,
-                                         int num_domains) {
+                                         int num_domains,
+                                         bool has_room) {
+    __shared__ bool in_words;
     const int mains = mains_of(problem);
+    const auto ranks = static_cast<int>(problem.nvlink_domain);
+    const int experts = ranks * mains;
+    if (threadIdx.x == 0) in_words = has_room && experts <= kMostWords;
+    __syncthreads();
     MEGATRON_EXT_ROLLED
     for (int64_t r = threadIdx.x; r < problem.num_ranks; r += kThreads) {
         int64_t sum = 0;
         MEGATRON_EXT_ROLLED
         for (int m = 0; m < mains; ++m) sum += sums.expert_load[r * mains + m];
         sums.home_load[r] = sum;
-    }
-    const auto ranks = static_cast<int>(problem.nvlink_domain);
-    const int experts = ranks * mains;
-    MEGATRON_EXT_ROLLED
-    for (int d = 0; d < num_domains; ++d) {
-        sort_falling(sums.expert_load + static_cast<int64_t>(d) * experts,
-                     sums.hottest_first + d * experts,
-                     experts);
+        if (!fits_words(sum)) in_words = false;
     }
     __syncthreads();
     MEGATRON_EXT_ROLLED
     for (int d = 0; d < num_domains; ++d) {
         const int first = d * ranks;
-        sort_falling(sums.home_load + first, sums.busiest_first + first, ranks);
+        sort_falling(sums.home_load + first, ranks, in_words, [&](int r, int place) {
+            sums.busiest_first[first + place] = r;
+            sums.place[first + r] = place;
+        });
+    }
+    __syncthreads();
+    MEGATRON_EXT_ROLLED
+    for (int d = 0; d < num_domains; ++d) {
+        const int first = d * experts;
+        sort_falling(sums.expert_load + first, experts, in_words, [&](int e, int place) {
+            sums.hottest_first[first + place] = e;
+            sums.busier[first + place] = sums.place[d * ranks + e / mains];
+        });
     }
 }
 
@@ -656,7 +719,8 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
         }
         __syncthreads();
     }
-    if (!again) sum_domains(problem, sums, num_domains);
+    constexpr bool kInShared = !std::is_same<Memory, GlobalMemory>::value;
+    if (!again) sum_domains(problem, sums, num_domains, kInShared);
     if (thread == 0) domain = domain_of(problem, sums, own, tolerance_ppm == 0);
     __syncthreads();
 
@@ -693,7 +757,7 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
         plan_domain(
             problem, tolerance_ppm, domain, sums, memory, target, start, worst, quota, held);
     };
-    if constexpr (!std::is_same<Memory, GlobalMemory>::value) {
+    if constexpr (kInShared) {
         if (is_narrow(domain.before(), problem.min_quota)) {
             plan(Memory{});
             return;

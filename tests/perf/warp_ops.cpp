@@ -937,10 +937,15 @@ class CountedBlock {
           expert_load_(load),
           home_load_(ranks),
           busiest_first_(ranks),
-          hottest_first_(load.size()) {
+          hottest_first_(load.size()),
+          busier_(load.size()) {
         for (size_t e = 0; e < load.size(); ++e) home_load_[e / mains] += load[e];
         sort_falling(home_load_, busiest_first_);
         sort_falling(expert_load_, hottest_first_);
+        std::vector<int32_t> place(home_load_.size());
+        for (size_t i = 0; i < place.size(); ++i)
+            place[busiest_first_[i]] = static_cast<int32_t>(i);
+        for (size_t i = 0; i < load.size(); ++i) busier_[i] = place[hottest_first_[i] / mains];
         total_ = std::accumulate(load.begin(), load.end(), int64_t{0});
         domain_ = {ranks,
                    mains,
@@ -1048,7 +1053,7 @@ class CountedBlock {
     template <class TheWarp>
     int64_t count_bounds(TheWarp warp) {
         int64_t start = target_;
-        DomainBound<TheWarp, int64_t> bounds(warp, domain_, hottest_first_.data());
+        DomainBound<TheWarp, int64_t> bounds(warp, domain_, hottest_first_.data(), busier_.data());
         begin_round();
         for (int w = 0; w < kWarps; ++w) {
             counted.restart();
@@ -1278,6 +1283,7 @@ class CountedBlock {
     std::vector<int64_t> home_load_;
     std::vector<int32_t> busiest_first_;
     std::vector<int32_t> hottest_first_;
+    std::vector<int32_t> busier_;
     int64_t total_;
     int64_t target_ = 0;
     Domain<int64_t> domain_;  // in global memory

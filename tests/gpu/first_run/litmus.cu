@@ -159,7 +159,7 @@ __global__ void relay_rounds(Hop from, Hop to, Sizes sizes, unsigned* late) {
 __global__ void read_rounds(Hop hop, Sizes sizes, unsigned long long* wrong, unsigned* late) {
     const int lane = static_cast<int>(threadIdx.x);
     const int64_t pair = blockIdx.x;
-    const uint32_t* const words = reinterpret_cast<const uint32_t*>(hop.bytes + pair * sizes.bytes);
+    const auto* const words = reinterpret_cast<const uint4*>(hop.bytes + pair * sizes.bytes);
     for (uint64_t round = 1; round <= sizes.rounds; ++round) {
         bool goes_on = lane != 0 || wait_round(&hop.told[pair], round);
         goes_on = __shfl_sync(0xffffffff, goes_on, 0);
@@ -168,8 +168,12 @@ __global__ void read_rounds(Hop hop, Sizes sizes, unsigned long long* wrong, uns
             return;
         }
         bool differs = false;
-        for (int64_t i = lane; i < sizes.bytes / 4; i += kLanes) {
-            differs = differs || words[i] != static_cast<uint32_t>(round);
+        const auto expected = static_cast<uint32_t>(round);
+#pragma unroll 8
+        for (int64_t i = lane; i < sizes.bytes / 16; i += kLanes) {
+            const uint4 found = words[i];
+            differs |= found.x != expected || found.y != expected || found.z != expected ||
+                       found.w != expected;
         }
         differs = __any_sync(0xffffffff, differs);
         if (lane == 0) {
@@ -236,11 +240,16 @@ void run(int from, int relay, int to, Sizes sizes, int pairs, bool plain, bool b
     *late = 0;
 
     const cudaStream_t reads = make_stream(to), writes = make_stream(from);
+    const cudaStream_t relays = make_stream(relayed ? relay : from);
+    // Made before anything runs: `allocate` waits for all that does.
+    char* const source = allocate<char>(from, kBusyBytes);
+    char* const target = allocate<char>(to, kBusyBytes);
+    const cudaStream_t copies = make_stream(from);
     check(cudaSetDevice(to), "device");
     read_rounds<<<pairs, kLanes, 0, reads>>>(last, sizes, wrong, late);
     check(cudaGetLastError(), "reader");
     if (relayed) {
-        const cudaStream_t relays = make_stream(relay);
+        check(cudaSetDevice(relay), "device");
         relay_rounds<kOrder><<<pairs, kLanes, 0, relays>>>(first, last, sizes, late);
         check(cudaGetLastError(), "relay");
     }
@@ -249,9 +258,6 @@ void run(int from, int relay, int to, Sizes sizes, int pairs, bool plain, bool b
     write<<<pairs, kLanes, 0, writes>>>(first, sizes, late);
     check(cudaGetLastError(), "writer");
     if (busy) {
-        char* const source = allocate<char>(from, kBusyBytes);
-        char* const target = allocate<char>(to, kBusyBytes);
-        const cudaStream_t copies = make_stream(from);
         while (cudaStreamQuery(reads) == cudaErrorNotReady) {
             check(cudaMemcpyAsync(target, source, kBusyBytes, cudaMemcpyDefault, copies), "copy");
             check(cudaStreamSynchronize(copies), "copy");
@@ -273,6 +279,8 @@ int main(int argc, char** argv) {
                      "QUIET|BUSY\n");
         return 2;
     }
+    // A kernel that is loaded at its first launch may wait for the one that waits for it.
+    setenv("CUDA_MODULE_LOADING", "EAGER", 1);
     const int from = std::atoi(argv[1]), relay = std::atoi(argv[2]), to = std::atoi(argv[3]);
     const int pairs = std::atoi(argv[6]);
     const Sizes sizes{std::atoll(argv[4]), std::strtoull(argv[5], nullptr, 10)};

@@ -25,8 +25,8 @@ SOURCE = Path(__file__).with_name("litmus.cu")
 ROUNDS = 1_000_000
 """Of all sizes and both variants of noise together."""
 
-SIZES = (16, 4 << 10, 64 << 10, 1 << 20)
-"""Bytes behind a flag."""
+SIZES = {16: 0.5, 4 << 10: 0.4, 64 << 10: 0.09, 1 << 20: 0.01}
+"""Bytes behind a flag, and their part of the rounds: many bytes take long."""
 
 PAIRS = 8
 """Writers and readers at a time; one multiprocessor each."""
@@ -85,20 +85,19 @@ def variants(gpus: int, *, rounds: int) -> list[dict[str, Any]]:
         "relay": ((0, last // 2 + (gpus > 2), last), "BULK", ("RIGHT", "READ", "BROKEN")),
         "plain": ((0, -1, last), "PLAIN", ("RIGHT", "BROKEN")),
     }
-    each = max(rounds // (len(SIZES) * 2 * PAIRS), 1)
     return [
         {
             "way": way,
             "devices": devices,
             "bytes": num_bytes,
-            "rounds": each,
+            "rounds": max(int(rounds * part / (2 * PAIRS)), 1),
             "variant": variant,
             "stores": stores,
             "noise": noise,
         }
         for way, (devices, stores, orders) in ways.items()
         for variant in orders
-        for num_bytes in SIZES
+        for num_bytes, part in SIZES.items()
         for noise in ("QUIET", "BUSY")
     ]
 

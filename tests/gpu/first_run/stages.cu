@@ -15,6 +15,7 @@
 
 #include "megatron_ext/cuda_api.h"
 #include "megatron_ext/peer_exchange.h"
+#include "ptx.cuh"
 
 namespace {
 
@@ -93,6 +94,11 @@ struct Rank {
     }
 };
 
+__global__ void hold() {
+    const uint64_t start = now_ns();
+    while (now_ns() - start < 100'000) pause();
+}
+
 // The median time of `rounds` calls of `work` on a stream, in ms; the first does not count.
 template <typename Work>
 float median_ms(cudaStream_t stream, int rounds, Work work) {
@@ -101,6 +107,8 @@ float median_ms(cudaStream_t stream, int rounds, Work work) {
     check(cudaEventCreate(&before), "event");
     check(cudaEventCreate(&after), "event");
     for (int round = 0; round <= rounds; ++round) {
+        hold<<<1, 1, 0, stream>>>();  // what the host takes to launch must not be timed
+        check(cudaGetLastError(), "hold");
         check(cudaEventRecord(before, stream), "event");
         work();
         check(cudaEventRecord(after, stream), "event");

@@ -13,6 +13,9 @@ import json
 import re
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +42,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the rows")
     options = parser.parse_args()
     rows = []
-    for stages, ahead in STAGES:
-        with tempfile.TemporaryDirectory() as folder:
-            program = build(Path(folder), stages, ahead, "native")
+    with ExitStack() as held, ThreadPoolExecutor() as pool:
+        folders = [Path(held.enter_context(tempfile.TemporaryDirectory())) for _ in STAGES]
+        programs = pool.map(build, folders, *zip(*STAGES, strict=True), repeat("native"))
+        for (stages, ahead), program in zip(STAGES, [*programs], strict=True):
             for blocks in BLOCKS:
                 words = [program, 0, options.gpus - 1, BYTES, ROUNDS, blocks]
                 done = subprocess.run(map(str, words), check=True, capture_output=True, text=True)

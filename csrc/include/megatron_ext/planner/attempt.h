@@ -54,7 +54,7 @@ class Attempt {
         bool reached = false;
         MEGATRON_EXT_ROLLED
         for (int pass = 0; !reached && pass <= restarts; ++pass) {
-            if (pass > 0 && moves_.work() >= kWorkToRestart) break;
+            if (pass > 0 && (moves_.work() >= kWorkToRestart || moves_.is_stopped())) break;
             moves_.reset(threshold);
             if (method == Method::kFill || method == Method::kRoomiest) {
                 reached = method == Method::kFill ? fill_exactly(moves_) : shed_to_roomiest(moves_);

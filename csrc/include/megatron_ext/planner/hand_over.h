@@ -26,6 +26,8 @@ class HandOver {
     }
 
   private:
+    static constexpr int kTries = 2;  // hosts that are asked one after the other
+
     // Hand a replica to the host that sends least of all hosts that can take one over.
     MEGATRON_EXT_HOST_DEVICE bool spare(int sender) {
         const auto& at = moves_.at();
@@ -36,35 +38,80 @@ class HandOver {
         const Amount fewer = at.sends[sender] - 1;
         // One host after the other: by how much more it can send without being the busiest.
         Best<Amount> last{-1, Moves<Warp>::kMost};
+        const auto key_of = [&](int g) -> Amount {
+            const int r = host_of(g);
+            const Amount key = fewer - at.sends[r];
+            return key < last.key || (key == last.key && r > last.index) ? key : 0;
+        };
+        const int32_t each = 3 * rounds_of(ranks) + rounds_of(ranks * slots);
+        int tried = 0;
         MEGATRON_EXT_ROLLED
         while (!moves_.is_spent()) {
-            const auto next = warp.best_of_few(count, [&](int g) -> Amount {
-                const int r = moves_.domain().rank_of(at.given[g]);
-                const Amount key = fewer - at.sends[r];
-                return key < last.key || (key == last.key && r > last.index) ? key : 0;
-            });
+            const auto next = warp.best_of_few(count, key_of);
             if (next.index < 0) return false;
-            const int via = moves_.domain().rank_of(at.given[next.index]);
+            const int via = host_of(next.index);
             last = {via, next.key};
             const int replica = smallest_for(sender, via, count);
-            moves_.spend(3 * rounds_of(ranks) + rounds_of(ranks * slots));
+            moves_.spend(each);
             if (replica >= 0) {
                 hand_over(sender, via, replica);
                 return true;
             }
+            if (++tried == kTries && !may_spare(sender, count, key_of)) {
+                auto left = static_cast<int>(warp.sum(count, [&](int g) -> int64_t {
+                    return key_of(g) > 0 && (g == 0 || host_of(g - 1) != host_of(g));
+                }));
+                MEGATRON_EXT_ROLLED
+                while (left-- > 0 && !moves_.is_spent()) moves_.spend(each);
+                return false;
+            }
         }
         return false;
+    }
+
+    // Whether any host with a key may take over any of the sender's `count` replicas, as far as
+    // that is seen without the main that it would give instead. It mostly says that none can, for
+    // less than it takes to ask two of them.
+    template <class KeyOf>
+    MEGATRON_EXT_ONCE_IN_CODE bool may_spare(int sender, int count, KeyOf key_of) const {
+        const auto& at = moves_.at();
+        const auto may = [&](int g) -> bool {
+            const int via = host_of(g);
+            if (key_of(g) == 0) return false;
+            const Amount hot = moves_.hottest(via).key;
+            const int first = via * moves_.domain().slots;
+            MEGATRON_EXT_ROLLED
+            for (int k = first; k < first + at.held[via]; ++k) {
+                const int e = at.expert[k];
+                const Amount most = at.giver[k] == sender ? at.kept[e] : 0;
+                MEGATRON_EXT_ROLLED
+                for (int other = 0; other < count; ++other) {
+                    const int i = at.given[other];
+                    const Amount amount = at.amount[i];
+                    const bool grows = amount <= most || at.expert[i] == e;
+                    if (grows && amount <= hot && host_of(other) != via) return true;
+                }
+            }
+            return false;
+        };
+        return moves_.warp().best_of_few(count, [&](int g) -> Amount { return may(g); }).index >= 0;
+    }
+
+    // Who holds one of the replicas in `given`.
+    MEGATRON_EXT_HOST_DEVICE int host_of(int g) const {
+        return moves_.domain().rank_of(moves_.at().given[g]);
     }
 
     // The smallest of the sender's `count` replicas that `via` can take over, or -1.
     MEGATRON_EXT_HOST_DEVICE int smallest_for(int sender, int via, int count) const {
         const auto& at = moves_.at();
         const Amount most = moves_.domain().home_load[sender] + 1;  // more than any of them
+        const Amount hot = moves_.hottest(via).key;                 // no main of `via` gives more
         const auto smallest = moves_.warp().best_of_few(count, [&](int g) -> Amount {
             const int i = at.given[g];
             const int t = moves_.domain().rank_of(i);
-            if (t == via) return 0;
             const Amount amount = at.amount[i];
+            if (t == via || amount > hot) return 0;
             if (slot_that_grows(sender, via, at.expert[i], amount) < 0) return 0;
             const int main = moves_.find_main_for(via, t);
             return main < 0 || at.kept[main] < amount ? 0 : most - amount;

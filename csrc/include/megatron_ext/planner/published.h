@@ -18,9 +18,12 @@ MEGATRON_EXT_ONCE_IN_CODE bool shed_to_roomiest(Moves<Warp>& moves) {
         const int rank = domain.busiest_first[i];
         if (at.room[rank] >= 0) return true;
         if (moves.is_stopped()) return false;
+        // Counted here, and not read as -at.room[rank] where it is needed: ptxas 13.0 loses the minus
+        // of one of three numbers whose least it looks for, and then no replica is made.
+        Amount whole = -at.room[rank];
         int expert = -1;
         MEGATRON_EXT_ROLLED
-        for (int m = 0; m < domain.mains && at.room[rank] < 0; ++m) {
+        for (int m = 0; m < domain.mains && whole > 0; ++m) {
             // The next by falling load.
             const int last = expert;
             const int first = rank * domain.mains;
@@ -33,18 +36,19 @@ MEGATRON_EXT_ONCE_IN_CODE bool shed_to_roomiest(Moves<Warp>& moves) {
             if (next.index < 0) return false;
             expert = first + next.index;
             MEGATRON_EXT_ROLLED
-            while (at.room[rank] < 0 && at.kept[expert] > kStays) {
+            while (whole > 0 && at.kept[expert] > kStays) {
                 const int t = moves.roomiest_host();
                 if (t < 0) return false;
                 moves.spend(4 * rounds_of(domain.ranks));
                 const Amount piece =
-                    moves.least(moves.least(-at.room[rank], at.room[t]), at.kept[expert] - kStays);
+                    moves.least(moves.least(whole, at.room[t]), at.kept[expert] - kStays);
                 if (piece < domain.min_quota) break;
-                if (kByNeed && piece < 1 + (-at.room[rank] - 1) / moves.hosts()) break;
+                if (kByNeed && piece < 1 + (whole - 1) / moves.hosts()) break;
                 moves.add(rank, expert, t, piece);
+                whole -= piece;
             }
         }
-        if (at.room[rank] < 0) return false;
+        if (whole > 0) return false;
     }
     return true;
 }

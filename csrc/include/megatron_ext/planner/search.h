@@ -50,11 +50,13 @@ MEGATRON_EXT_HOST_DEVICE inline bool comes_first(int64_t a, int i, int64_t b, in
 template <class Warp, class Amount>
 class DomainBound {
   public:
-    // hottest_first: [D * M] experts by falling load.
+    // hottest_first: [D * M] experts by falling load. busier: [D * M] for these experts, in this
+    // order, how many ranks come before their home in busiest_first.
     MEGATRON_EXT_HOST_DEVICE DomainBound(Warp warp,
                                          const Domain<Amount>& domain,
-                                         Array<const int32_t> hottest_first)
-        : warp_(warp), domain_(domain), hottest_first_(hottest_first) {}
+                                         Array<const int32_t> hottest_first,
+                                         Array<const int32_t> busier)
+        : warp_(warp), domain_(domain), hottest_first_(hottest_first), busier_(busier) {}
 
     // The mean, rounded up, and more where slots cannot bring cold ranks enough: a rank computes at
     // most its own load and what the domain's S hottest experts bring.
@@ -98,22 +100,18 @@ class DomainBound {
     // What the `senders` busiest ranks keep at least, per rank and rounded up: the slots of the
     // others take no more than the so many hottest experts of theirs. Or `known`, if that is more.
     MEGATRON_EXT_ONCE_IN_CODE int64_t by_senders(int senders, int64_t known) const {
-        const int last = domain_.busiest_first[senders - 1];
-        const int64_t least = domain_.home_load[last];
         const int64_t load = warp_.sum(
             senders, [&](int i) -> int64_t { return domain_.home_load[domain_.busiest_first[i]]; });
         const int64_t free = static_cast<int64_t>(domain_.slots) * (domain_.ranks - senders);
-        if (load / senders + (load % senders != 0) <= known) return known;
+        // Rounded up, their mean is not above what is known; 128 bits, because it may leave int64.
+        if (static_cast<__int128>(known) * senders >= load) return known;
         // What is known stands if they may get rid of all that is above it.
         const int64_t enough = load - known * senders;
         const int64_t taken = warp_.sum_first(
             domain_.experts(),
             free,
             enough,
-            [&](int i) {
-                const int home = hottest_first_[i] / domain_.mains;
-                return home == last || comes_first(domain_.home_load[home], home, least, last);
-            },
+            [&](int i) { return busier_[i] < senders; },
             [&](int i) -> int64_t { return domain_.expert_load[hottest_first_[i]]; });
         if (taken >= enough) return known;
         return (load - taken) / senders + ((load - taken) % senders != 0);
@@ -123,6 +121,7 @@ class DomainBound {
     const Warp warp_;
     const Domain<Amount>& domain_;
     const Array<const int32_t> hottest_first_;
+    const Array<const int32_t> busier_;
 };
 
 // Rounds of a warp that the tries of a domain may take all together, but for those of UltraEP's
