@@ -28,7 +28,7 @@ from megatron_ext.transport.collective import CollectiveTransport
 from megatron_ext.transport.cuda import CudaTransport
 from megatron_ext.transport.symmetric_heap import SymmetricHeap
 from tests.gpu.sanitizer import SANITIZERS, needs_sanitizer, sanitize
-from tests.gpu.virtual_ranks import BLOCKS, SHARE, VirtualRanks
+from tests.gpu.virtual_ranks import BLOCKS, SHARE, ByTorch, VirtualRanks
 from tests.ranks import run_ranks
 from tests.transport.test_domains import within_domains
 from tests.transport.test_transports import LARGE, MAINS, SHAPES, Side, in_slots, random_transfers
@@ -58,31 +58,25 @@ def side_of(ranks: VirtualRanks, rank: int, shapes: Any = SHAPES, **options: Any
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernels_are_loaded() -> None:
-    """Call each kernel once where nothing waits: the first launch may wait for all that runs."""
+    """Call each kernel once where nothing waits: the first launch may wait for all that runs.
+
+    What looks at replicas has kernels of torch for each type. No replica of one rank arrives, so
+    they run once on replicas that torch moved.
+    """
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     for shapes, grad_dtype in itertools.product((SHAPES, LARGE, ALIGNED), GRAD_DTYPES):
         ranks = VirtualRanks(1)
         side = side_of(ranks, 0, shapes, grad_dtype=grad_dtype)
+        by_torch = Side(ByTorch(), group, shapes, grad_dtype, ranks.device)
 
-        def move(side: Side, dtype: torch.dtype = grad_dtype) -> None:
+        def move(side: Side, by_torch: Side = by_torch) -> None:
             for step in range(2):
                 side.step([], step)
+                for second in range(2):  # a replica of each of two experts, and two of one
+                    by_torch.step([Transfer(0, 0, 0, 0), Transfer(0, second, 0, 1)], step)
             side.transport.gather(torch.ones(5, dtype=torch.int64, device=side.device), "a layer")
-            _compare(side, dtype)
 
         ranks.run([side], move)
-
-
-def _compare(side: Side, dtype: torch.dtype) -> None:
-    """Call the kernels of torch that look at what has arrived, of which no transfer is a rank's."""
-    for of_rank in (side.weights[0], side.gradients[0]):
-        for value in of_rank[0]:
-            parts = torch.stack([value + 1, value + 1]).sum(0)
-            for as_dtype in (torch.float32, dtype):
-                narrow = parts.to(torch.float32).to(as_dtype)
-                assert torch.equal(narrow, narrow.clone())
-                assert not narrow.isnan().any()
-                assert narrow.eq(narrow).all()
-                narrow += 8.0
 
 
 def test_the_library_has_the_kernels() -> None:
@@ -417,13 +411,24 @@ def _bytes(size: int, rank: int, main_idx: int, step: int, device: torch.device)
 
 
 def test_a_plan_that_is_too_large_is_refused() -> None:
-    ranks = VirtualRanks(1)
-    transport = transport_of(ranks, 0)
-    slot_weights = [transport.allocate((1, 4), torch.float32, ranks.device)]
-    plan = in_slots([], 513, slots=1, device=ranks.device)
-    mains = [[torch.ones(4, device=ranks.device)] * MAINS]
-    with pytest.raises(ValueError, match=r"at most 512 ranks.*balance\.transport=collective"):
-        transport.push(plan, mains, slot_weights)
+    """The ranks when the transport is made, the slots with their memory, the experts by a push."""
+    make = torch.classes.megatron_ext.PeerExchange
+    device = VirtualRanks(1).device
+    most = r"^transport cuda is for at most 512 ranks, 8192 slots .* less than 524288 experts, got "
+    given = (1.0, torch.empty(0, device=device), 4, 1, 1)
+    for rank, first_peer, num_peers in ((0, 0, 513), (600, 576, 64)):
+        with pytest.raises(ValueError, match=rf"{most}\d+ ranks .*balance\.transport=collective"):
+            make(rank, first_peer, num_peers, *given)
+    exchange = make(0, 0, 1, *given)
+    slots = torch.zeros(33, 4, device=device)
+    addresses = torch.zeros(256, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match=rf"{most}256 ranks with 33 slots"):
+        exchange.add_segment(slots, addresses)
+    transport = transport_of(VirtualRanks(1), 0)
+    slot_weights = [transport.allocate((1, 4), torch.float32, device)]
+    plan = in_slots([], 1, mains=1 << 19, slots=1, device=device)
+    with pytest.raises(ValueError, match=rf"{most}1 ranks with 1 slots and 524288 experts each"):
+        transport.push(plan, [[torch.ones(4, device=device)]], slot_weights)
 
 
 def test_a_late_peer_is_named() -> None:
