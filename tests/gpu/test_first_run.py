@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,16 @@ import torch
 from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.ranks.launch import launch_ranks
 from tests.gpu.first_run import __main__ as first_run
-from tests.gpu.first_run import failing_rank, links, litmus, parity, planner_profile, recipe, stages
+from tests.gpu.first_run import (
+    failing_rank,
+    links,
+    litmus,
+    mps,
+    parity,
+    planner_profile,
+    recipe,
+    stages,
+)
 from tests.gpu.first_run import parts as parts_module
 from tests.gpu.first_run.environment import (
     QUEUES,
@@ -191,7 +201,7 @@ def test_ranks_that_are_streams_have_a_queue_each() -> None:
     """One queue would hold up a rank's launch behind another rank's kernel, which waits for it."""
     words = ("tests/gpu/test_transport.py", "tests/perf/transport.py")
     of_streams = [part for part in parts(1) if {*words} & {*part.command}]
-    of_streams = [part for part in of_streams if part.name != "one_gpu_reset"]  # of processes
+    of_streams = [part for part in of_streams if part.name != "processes"]
     assert len(of_streams) == 3
     assert {part.environment["CUDA_DEVICE_MAX_CONNECTIONS"] for part in of_streams} == {"32"}
 
@@ -199,11 +209,13 @@ def test_ranks_that_are_streams_have_a_queue_each() -> None:
 def test_ranks_share_a_gpu_where_there_is_one_only() -> None:
     shared = [part for part in parts(1) if part.name.startswith("one_gpu")]
     names = [part.name for part in shared]
-    for asked in ("parity_ep2", "parity_ep4", "failing_rank", "reset", "beside", "te_parity_ep2"):
+    for asked in ("parity_ep2", "parity_ep4", "failing_rank", "beside", "te_parity_ep2"):
         assert f"one_gpu_{asked}" in names
     assert all(part.gpus == 1 for part in shared)
+    assert {part.name for part in parts(1) if part.shares_gpu} == {*names, "processes"}
     for gpus in (2, 8):
         assert not any(part.name.startswith("one_gpu") for part in parts(gpus))
+        assert {part.name for part in parts(gpus) if part.shares_gpu} == {"processes"}
     for part in shared:
         if "parity" in part.name or "failing" in part.name:
             assert "balance.transport=cuda" in part.command
@@ -229,6 +241,81 @@ def test_parts_need_what_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(parts_module.shutil, "which", lambda name: name)
     assert not any(part.lacks for gpus in (1, 8) for part in parts(gpus))
     assert [part.gpus for part in parts(8) if part.name in of_te] == [2, 8]
+
+
+MPS = """#!/bin/sh
+pid=$CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-control.pid
+if [ "$1" = -d ]; then
+    sleep 60 &
+    echo $! > $pid
+elif [ "$(cat)" = get_server_list ]; then
+    cat $pid
+else
+    kill $(cat $pid)
+fi
+"""
+SAYS = "import os, sys; print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY')); sys.exit(0)"
+
+
+def mps_here(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, client: str) -> None:
+    program = folder / mps.CONTROL
+    program.write_text(text)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setattr(mps, "CLIENT", client)
+
+
+def test_parts_that_share_a_gpu_use_mps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mps_here(tmp_path, monkeypatch, MPS, "")
+    kept = []
+    end = mps._end
+
+    def note(environment: Any, folder: Path) -> None:
+        kept.append(int((folder / f"{mps.CONTROL}.pid").read_text()))
+        end(environment, folder)
+
+    monkeypatch.setattr(mps, "_end", note)
+    made = [python(name, SAYS, shares_gpu=name != "alone") for name in ("one", "alone", "other")]
+    one, alone, other = (each.output for each in first_run.run_all(made, 1, tmp_path / "out"))
+    assert one == other != ["None"]
+    assert alone == ["None"]
+    assert capsys.readouterr().out == "one: with MPS\nother: with MPS\n"
+    (pid,) = kept
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not Path(one[0]).exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "client", "why"),
+    [
+        ("#!/bin/sh\necho no; exit 3", "", f"{mps.CONTROL} ended with status 3 no"),
+        (MPS, "raise SystemExit(7)", r"python\S* ended with status 7"),
+        (MPS.replace("    cat $pid", "    true"), "", "the first process did not use it"),
+    ],
+)
+def test_parts_run_in_turns_where_mps_does_not(
+    text: str, client: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mps_here(tmp_path, monkeypatch, text, client)
+    with mps.service() as (environment, line):
+        assert environment == {}
+        assert re.fullmatch(f"in turns, without MPS: {why}", line)
+    monkeypatch.setattr(mps, "CONTROL", "no-such-program")
+    with mps.service() as (environment, line):
+        assert (environment, line) == ({}, "in turns, without MPS: there is no no-such-program")
+
+
+def test_failures_are_said_before_a_run_is_ended(tmp_path: Path) -> None:
+    test = "import os\ndef test_good(): pass\ndef test_bad(): assert 7 == 8\n"
+    (tmp_path / "test_three.py").write_text(test + "def test_ended(): os._exit(9)\n")
+    command = list(parts_module._pytest("transport", "test"))
+    command[-1] = str(tmp_path / "test_three.py")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 9
+    assert "test_good PASSED in 0.0 s" in done.stdout
+    assert "assert 7 == 8" in done.stdout
 
 
 NCU = """#!/bin/sh
