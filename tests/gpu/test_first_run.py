@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -243,6 +244,31 @@ def test_parts_need_what_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [part.gpus for part in parts(8) if part.name in of_te] == [2, 8]
 
 
+ENDED = """
+import runpy, sys
+from tests.gpu.first_run import parts
+from tests.gpu.first_run.parts import Part
+
+code = f"import os, time; print(os.getpid(), file=open({PID!r}, 'w'), flush=True); time.sleep(60)"
+parts.parts = lambda gpus: [Part("hangs", "a test", (sys.executable, "-c", code), 60)]
+sys.argv = ["first_run", "--gpus", "1", "--out", OUT]
+runpy.run_module("tests.gpu.first_run", run_name="__main__")
+"""
+
+
+def test_what_runs_is_ended_with_the_program(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    code = f"PID, OUT = {str(file)!r}, {str(tmp_path)!r}\n{ENDED}"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as program:
+        for _ in range(600):
+            if file.is_file() and file.read_text():
+                break
+            time.sleep(0.1)
+        program.terminate()
+        assert program.wait(30) == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(int(file.read_text()))
+
+
 MPS = """#!/bin/sh
 pid=$CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-control.pid
 if [ "$1" = -d ]; then
@@ -292,7 +318,7 @@ def test_parts_that_share_a_gpu_use_mps(
     [
         ("#!/bin/sh\necho no; exit 3", "", f"{mps.CONTROL} ended with status 3 no"),
         (MPS, "raise SystemExit(7)", r"python\S* ended with status 7"),
-        (MPS.replace("    cat $pid", "    true"), "", "the first process did not use it"),
+        (MPS.replace("    cat $pid", "    true"), "", "the first processes did not use it"),
     ],
 )
 def test_parts_run_in_turns_where_mps_does_not(
@@ -305,6 +331,35 @@ def test_parts_run_in_turns_where_mps_does_not(
     monkeypatch.setattr(mps, "CONTROL", "no-such-program")
     with mps.service() as (environment, line):
         assert (environment, line) == ({}, "in turns, without MPS: there is no no-such-program")
+
+
+CLIENTS_DRIVER = """
+import os, tempfile
+from types import SimpleNamespace
+from megatron_ext.transport import gpu_driver
+
+class Driver:
+    def share(self, device, token):
+        file = tempfile.TemporaryFile()
+        file.write(token)
+        file.flush()
+        handle = file.fileno() if WITH_FILES else token
+        return SimpleNamespace(handle=handle, num_bytes=4, file=file)
+
+    def read(self, device, handle, num_bytes, length):
+        return os.pread(handle, length, 0) if WITH_FILES else handle[:length]
+
+gpu_driver.Driver = Driver
+"""
+
+
+@pytest.mark.parametrize(("with_files", "token", "status"), [(1, "", 0), (0, "x", 1)])
+def test_two_processes_try_mps(with_files: int, token: str, status: int) -> None:
+    client = mps.CLIENT.replace('(0, b"page")', f'(0, b"{token}page")')
+    code = CLIENTS_DRIVER.replace("WITH_FILES", str(with_files)) + client
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    assert ("it read b'xpag'" in done.stderr) == bool(status)
 
 
 def test_failures_are_said_before_a_run_is_ended(tmp_path: Path) -> None:

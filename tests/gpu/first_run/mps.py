@@ -18,17 +18,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.gpu.first_run.environment import ROOT
+
 CONTROL = "nvidia-cuda-mps-control"
 
-LIMIT_S = 15.0
+LIMIT_S = 20.0
 """Of each program that starts the service, uses it first, or ends it."""
 
 CLIENT = """
-import ctypes
-cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
-raise SystemExit(cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
+import os, pickle, socket
+from megatron_ext.transport.gpu_driver import Driver
+
+here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+if os.fork() == 0:  # before CUDA starts
+    here.close()  # else it would wait for itself, should the other fail
+    given, files, _, _ = socket.recv_fds(there, 4096, 1)
+    num_bytes, handle = pickle.loads(given)
+    found = Driver().read(0, files[0] if files else handle, num_bytes, 4)
+    raise SystemExit(0 if found == b"page" else f"it read {found}")
+page = Driver().share(0, b"page")
+is_file = isinstance(page.handle, int)
+given = pickle.dumps((page.num_bytes, None if is_file else page.handle))
+socket.send_fds(here, [given], [page.handle] if is_file else [])
+raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
 """
-"""Uses a GPU, which starts the service's server; its status is an error of CUDA's."""
+"""Two processes share memory by the service as ranks do; the first starts its server."""
 
 
 @contextmanager
@@ -41,11 +55,15 @@ def service() -> Iterator[tuple[Mapping[str, str], str]]:
     """
     with tempfile.TemporaryDirectory(prefix="mps.", ignore_cleanup_errors=True) as folder:
         ours = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        problem = _start({**os.environ, **ours})
+        environment = {**os.environ, **ours}
+        if problem := _start(environment):
+            _end(environment, Path(folder))
+            yield {}, f"in turns, without MPS: {problem}"
+            return
         try:
-            yield ({}, f"in turns, without MPS: {problem}") if problem else (ours, "with MPS")
+            yield ours, "with MPS"
         finally:
-            _end({**os.environ, **ours}, Path(folder))
+            _end(environment, Path(folder))
 
 
 def _start(environment: Mapping[str, str]) -> str:
@@ -56,7 +74,7 @@ def _start(environment: Mapping[str, str]) -> str:
         status, said = _run(command, environment)
         if status:
             return f"{Path(command[0]).name} ended with status {status} {said}".strip()
-    return "" if _servers(environment) else "the first process did not use it"
+    return "" if _servers(environment) else "the first processes did not use it"
 
 
 def _end(environment: Mapping[str, str], folder: Path) -> None:
@@ -90,6 +108,7 @@ def _run(
         try:
             done = subprocess.run(
                 command,
+                cwd=ROOT,
                 env=environment,
                 input=given,
                 stdout=output,
@@ -101,4 +120,4 @@ def _run(
         except subprocess.TimeoutExpired:
             status = -signal.SIGKILL
         output.seek(0)
-        return status, " ".join(output.read().split())
+        return status, " ".join(output.read().split())[-400:]
