@@ -98,9 +98,10 @@ class TensorPeerExchange : public torch::CustomClassHolder {
           push_stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device_.index())),
           // The backward pass needs no sum before its end.
           pull_stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device_.index())) {
-        check_number("rank", rank, 0, kMaxPeerRanks - 1);
+        check_number("rank", rank, 0, kMaxRanks - 1);
         check_number("first_peer", first_peer, 0, rank);
-        check_number("num_peers", num_peers, rank - first_peer + 1, kMaxPeerRanks - first_peer);
+        check_number("num_peers", num_peers, rank - first_peer + 1, kMaxRanks - first_peer);
+        check_fits(first_peer + num_peers);
         check_timeout(timeout_s);
         check_number("relay_threshold", relay_threshold, 0, INT32_MAX);
         check_number("push_blocks", push_blocks, 1, kMaxBlocks);
@@ -129,14 +130,13 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     // buffers, int64 [R] on the device.
     int64_t add_segment(const Tensor& slots, const Tensor& addresses) {
         raise_failure();
-        TORCH_CHECK_VALUE(is_memory(slots, slots.scalar_type(), device_) && slots.dim() >= 1 &&
-                              slots.numel() > 0 && slots.size(0) <= kMaxPeerReplicas,
-                          "a slot buffer must have 1 to ",
-                          kMaxPeerReplicas,
-                          " slots with elements, contiguous on ",
-                          device_,
-                          ", got ",
-                          kind_of(slots));
+        TORCH_CHECK_VALUE(
+            is_memory(slots, slots.scalar_type(), device_) && slots.dim() >= 1 && slots.numel() > 0,
+            "a slot buffer must have slots with elements, contiguous on ",
+            device_,
+            ", got ",
+            kind_of(slots));
+        check_fits(addresses.numel(), slots.size(0));
         check_addresses(addresses);
         const int64_t slot_bytes = static_cast<int64_t>(slots.nbytes()) / slots.size(0);
         const PeerSegment segment{
@@ -467,14 +467,20 @@ class TensorPeerExchange : public torch::CustomClassHolder {
                            const Tensor& slots,
                            int64_t mains_per_rank) const {
         check_slots(slots, num_ranks(), check_segments(segments, slots_), device_);
-        check_number("mains_per_rank", mains_per_rank, 1, kMaxPeerExperts - 1);
-        const CopyProblem problem{self_.rank,
-                                  first_peer_,
-                                  num_peers_,
-                                  slots.size(0),
-                                  slots.size(1),
-                                  mains_per_rank,
-                                  relay_threshold_};
+        check_number("mains_per_rank", mains_per_rank, 1, kMaxExperts);
+        check_fits(slots.size(0), slots.size(1), mains_per_rank);
+        return {self_.rank,
+                first_peer_,
+                num_peers_,
+                slots.size(0),
+                slots.size(1),
+                mains_per_rank,
+                relay_threshold_};
+    }
+
+    // Called as soon as a number is known, so that a training ends before its first step.
+    static void check_fits(int64_t num_ranks, int64_t num_slots = 1, int64_t mains_per_rank = 1) {
+        const CopyProblem problem{0, 0, 1, num_ranks, num_slots, mains_per_rank, 0};
         TORCH_CHECK_VALUE(problem.fits(),
                           "transport cuda is for at most ",
                           kMaxPeerRanks,
@@ -482,12 +488,13 @@ class TensorPeerExchange : public torch::CustomClassHolder {
                           kMaxPeerReplicas,
                           " slots of all ranks together and less than ",
                           kMaxPeerExperts,
-                          " experts, got slots ",
-                          slots.sizes(),
-                          " and ",
+                          " experts, got ",
+                          num_ranks,
+                          " ranks with ",
+                          num_slots,
+                          " slots and ",
                           mains_per_rank,
-                          " experts a rank; use balance.transport=collective");
-        return problem;
+                          " experts each; use balance.transport=collective");
     }
 
     // Memory of the current stream for what one call after the other compiles.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +22,16 @@ import torch
 from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.ranks.launch import launch_ranks
 from tests.gpu.first_run import __main__ as first_run
-from tests.gpu.first_run import failing_rank, links, litmus, parity, planner_profile, recipe, stages
+from tests.gpu.first_run import (
+    failing_rank,
+    links,
+    litmus,
+    mps,
+    parity,
+    planner_profile,
+    recipe,
+    stages,
+)
 from tests.gpu.first_run import parts as parts_module
 from tests.gpu.first_run.environment import (
     QUEUES,
@@ -191,7 +202,7 @@ def test_ranks_that_are_streams_have_a_queue_each() -> None:
     """One queue would hold up a rank's launch behind another rank's kernel, which waits for it."""
     words = ("tests/gpu/test_transport.py", "tests/perf/transport.py")
     of_streams = [part for part in parts(1) if {*words} & {*part.command}]
-    of_streams = [part for part in of_streams if part.name != "one_gpu_reset"]  # of processes
+    of_streams = [part for part in of_streams if part.name != "processes"]
     assert len(of_streams) == 3
     assert {part.environment["CUDA_DEVICE_MAX_CONNECTIONS"] for part in of_streams} == {"32"}
 
@@ -199,11 +210,13 @@ def test_ranks_that_are_streams_have_a_queue_each() -> None:
 def test_ranks_share_a_gpu_where_there_is_one_only() -> None:
     shared = [part for part in parts(1) if part.name.startswith("one_gpu")]
     names = [part.name for part in shared]
-    for asked in ("parity_ep2", "parity_ep4", "failing_rank", "reset", "beside", "te_parity_ep2"):
+    for asked in ("parity_ep2", "parity_ep4", "failing_rank", "beside", "te_parity_ep2"):
         assert f"one_gpu_{asked}" in names
     assert all(part.gpus == 1 for part in shared)
+    assert {part.name for part in parts(1) if part.shares_gpu} == {*names, "processes"}
     for gpus in (2, 8):
         assert not any(part.name.startswith("one_gpu") for part in parts(gpus))
+        assert {part.name for part in parts(gpus) if part.shares_gpu} == {"processes"}
     for part in shared:
         if "parity" in part.name or "failing" in part.name:
             assert "balance.transport=cuda" in part.command
@@ -229,6 +242,135 @@ def test_parts_need_what_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(parts_module.shutil, "which", lambda name: name)
     assert not any(part.lacks for gpus in (1, 8) for part in parts(gpus))
     assert [part.gpus for part in parts(8) if part.name in of_te] == [2, 8]
+
+
+ENDED = """
+import runpy, sys
+from tests.gpu.first_run import parts
+from tests.gpu.first_run.parts import Part
+
+code = f"import os, time; print(os.getpid(), file=open({PID!r}, 'w'), flush=True); time.sleep(60)"
+parts.parts = lambda gpus: [Part("hangs", "a test", (sys.executable, "-c", code), 60)]
+sys.argv = ["first_run", "--gpus", "1", "--out", OUT]
+runpy.run_module("tests.gpu.first_run", run_name="__main__")
+"""
+
+
+def test_what_runs_is_ended_with_the_program(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    code = f"PID, OUT = {str(file)!r}, {str(tmp_path)!r}\n{ENDED}"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as program:
+        for _ in range(600):
+            if file.is_file() and file.read_text():
+                break
+            time.sleep(0.1)
+        program.terminate()
+        assert program.wait(30) == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(int(file.read_text()))
+
+
+MPS = """#!/bin/sh
+pid=$CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-control.pid
+if [ "$1" = -d ]; then
+    sleep 60 &
+    echo $! > $pid
+elif [ "$(cat)" = get_server_list ]; then
+    cat $pid
+else
+    kill $(cat $pid)
+fi
+"""
+SAYS = "import os, sys; print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY')); sys.exit(0)"
+
+
+def mps_here(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, client: str) -> None:
+    program = folder / mps.CONTROL
+    program.write_text(text)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setattr(mps, "CLIENT", client)
+
+
+def test_parts_that_share_a_gpu_use_mps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mps_here(tmp_path, monkeypatch, MPS, "")
+    kept = []
+    end = mps._end
+
+    def note(environment: Any, folder: Path) -> None:
+        kept.append(int((folder / f"{mps.CONTROL}.pid").read_text()))
+        end(environment, folder)
+
+    monkeypatch.setattr(mps, "_end", note)
+    made = [python(name, SAYS, shares_gpu=name != "alone") for name in ("one", "alone", "other")]
+    one, alone, other = (each.output for each in first_run.run_all(made, 1, tmp_path / "out"))
+    assert one == other != ["None"]
+    assert alone == ["None"]
+    assert capsys.readouterr().out == "one: with MPS\nother: with MPS\n"
+    (pid,) = kept
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not Path(one[0]).exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "client", "why"),
+    [
+        ("#!/bin/sh\necho no; exit 3", "", f"{mps.CONTROL} ended with status 3 no"),
+        (MPS, "raise SystemExit(7)", r"python\S* ended with status 7"),
+        (MPS.replace("    cat $pid", "    true"), "", "the first processes did not use it"),
+    ],
+)
+def test_parts_run_in_turns_where_mps_does_not(
+    text: str, client: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mps_here(tmp_path, monkeypatch, text, client)
+    with mps.service() as (environment, line):
+        assert environment == {}
+        assert re.fullmatch(f"in turns, without MPS: {why}", line)
+    monkeypatch.setattr(mps, "CONTROL", "no-such-program")
+    with mps.service() as (environment, line):
+        assert (environment, line) == ({}, "in turns, without MPS: there is no no-such-program")
+
+
+CLIENTS_DRIVER = """
+import os, tempfile
+from types import SimpleNamespace
+from megatron_ext.transport import gpu_driver
+
+class Driver:
+    def share(self, device, token):
+        file = tempfile.TemporaryFile()
+        file.write(token)
+        file.flush()
+        handle = file.fileno() if WITH_FILES else token
+        return SimpleNamespace(handle=handle, num_bytes=4, file=file)
+
+    def read(self, device, handle, num_bytes, length):
+        return os.pread(handle, length, 0) if WITH_FILES else handle[:length]
+
+gpu_driver.Driver = Driver
+"""
+
+
+@pytest.mark.parametrize(("with_files", "token", "status"), [(1, "", 0), (0, "x", 1)])
+def test_two_processes_try_mps(with_files: int, token: str, status: int) -> None:
+    client = mps.CLIENT.replace('(0, b"page")', f'(0, b"{token}page")')
+    code = CLIENTS_DRIVER.replace("WITH_FILES", str(with_files)) + client
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    assert ("it read b'xpag'" in done.stderr) == bool(status)
+
+
+def test_failures_are_said_before_a_run_is_ended(tmp_path: Path) -> None:
+    test = "import os\ndef test_good(): pass\ndef test_bad(): assert 7 == 8\n"
+    (tmp_path / "test_three.py").write_text(test + "def test_ended(): os._exit(9)\n")
+    command = list(parts_module._pytest("transport", "test"))
+    command[-1] = str(tmp_path / "test_three.py")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 9
+    assert "test_good PASSED in 0.0 s" in done.stdout
+    assert "assert 7 == 8" in done.stdout
 
 
 NCU = """#!/bin/sh

@@ -28,7 +28,7 @@ from megatron_ext.transport.collective import CollectiveTransport
 from megatron_ext.transport.cuda import CudaTransport
 from megatron_ext.transport.symmetric_heap import SymmetricHeap
 from tests.gpu.sanitizer import SANITIZERS, needs_sanitizer, sanitize
-from tests.gpu.virtual_ranks import BLOCKS, SHARE, VirtualRanks
+from tests.gpu.virtual_ranks import BLOCKS, SHARE, ByTorch, VirtualRanks
 from tests.ranks import run_ranks
 from tests.transport.test_domains import within_domains
 from tests.transport.test_transports import LARGE, MAINS, SHAPES, Side, in_slots, random_transfers
@@ -42,6 +42,9 @@ ALIGNED = ((3 * 2**15, 4), (64,))
 GRAD_DTYPES = (torch.float32, torch.bfloat16)
 
 OPTIONS = TransportOptions()
+
+LIMIT_S = 50.0
+"""Of ranks that are processes: less than a test may take, so that late ranks say where they are."""
 
 
 def transport_of(ranks: VirtualRanks, rank: int, **options: Any) -> CudaTransport:
@@ -58,31 +61,25 @@ def side_of(ranks: VirtualRanks, rank: int, shapes: Any = SHAPES, **options: Any
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernels_are_loaded() -> None:
-    """Call each kernel once where nothing waits: the first launch may wait for all that runs."""
+    """Call each kernel once where nothing waits: the first launch may wait for all that runs.
+
+    What looks at replicas has kernels of torch for each type. No replica of one rank arrives, so
+    they run once on replicas that torch moved.
+    """
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     for shapes, grad_dtype in itertools.product((SHAPES, LARGE, ALIGNED), GRAD_DTYPES):
         ranks = VirtualRanks(1)
         side = side_of(ranks, 0, shapes, grad_dtype=grad_dtype)
+        by_torch = Side(ByTorch(), group, shapes, grad_dtype, ranks.device)
 
-        def move(side: Side, dtype: torch.dtype = grad_dtype) -> None:
+        def move(side: Side, by_torch: Side = by_torch) -> None:
             for step in range(2):
                 side.step([], step)
+                for second in range(2):  # a replica of each of two experts, and two of one
+                    by_torch.step([Transfer(0, 0, 0, 0), Transfer(0, second, 0, 1)], step)
             side.transport.gather(torch.ones(5, dtype=torch.int64, device=side.device), "a layer")
-            _compare(side, dtype)
 
         ranks.run([side], move)
-
-
-def _compare(side: Side, dtype: torch.dtype) -> None:
-    """Call the kernels of torch that look at what has arrived, of which no transfer is a rank's."""
-    for of_rank in (side.weights[0], side.gradients[0]):
-        for value in of_rank[0]:
-            parts = torch.stack([value + 1, value + 1]).sum(0)
-            for as_dtype in (torch.float32, dtype):
-                narrow = parts.to(torch.float32).to(as_dtype)
-                assert torch.equal(narrow, narrow.clone())
-                assert not narrow.isnan().any()
-                assert narrow.eq(narrow).all()
-                narrow += 8.0
 
 
 def test_the_library_has_the_kernels() -> None:
@@ -417,13 +414,24 @@ def _bytes(size: int, rank: int, main_idx: int, step: int, device: torch.device)
 
 
 def test_a_plan_that_is_too_large_is_refused() -> None:
-    ranks = VirtualRanks(1)
-    transport = transport_of(ranks, 0)
-    slot_weights = [transport.allocate((1, 4), torch.float32, ranks.device)]
-    plan = in_slots([], 513, slots=1, device=ranks.device)
-    mains = [[torch.ones(4, device=ranks.device)] * MAINS]
-    with pytest.raises(ValueError, match=r"at most 512 ranks.*balance\.transport=collective"):
-        transport.push(plan, mains, slot_weights)
+    """The ranks when the transport is made, the slots with their memory, the experts by a push."""
+    make = torch.classes.megatron_ext.PeerExchange
+    device = VirtualRanks(1).device
+    most = r"^transport cuda is for at most 512 ranks, 8192 slots .* less than 524288 experts, got "
+    given = (1.0, torch.empty(0, device=device), 4, 1, 1)
+    for rank, first_peer, num_peers in ((0, 0, 513), (600, 576, 64)):
+        with pytest.raises(ValueError, match=rf"{most}\d+ ranks .*balance\.transport=collective"):
+            make(rank, first_peer, num_peers, *given)
+    exchange = make(0, 0, 1, *given)
+    slots = torch.zeros(33, 4, device=device)
+    addresses = torch.zeros(256, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match=rf"{most}256 ranks with 33 slots"):
+        exchange.add_segment(slots, addresses)
+    transport = transport_of(VirtualRanks(1), 0)
+    slot_weights = [transport.allocate((1, 4), torch.float32, device)]
+    plan = in_slots([], 1, mains=1 << 19, slots=1, device=device)
+    with pytest.raises(ValueError, match=rf"{most}1 ranks with 1 slots and 524288 experts each"):
+        transport.push(plan, [[torch.ones(4, device=device)]], slot_weights)
 
 
 def test_a_late_peer_is_named() -> None:
@@ -481,90 +489,27 @@ def test_arguments_are_checked() -> None:
         transport.push(plan, [[torch.ones(4, device=ranks.device)]], slot_weights)
 
 
-def _move_between_processes(
-    rank: int, shapes: Any, relay_threshold: int, grad_dtype: torch.dtype
-) -> None:
-    # They share the GPU here; in training each rank has its own.
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    device = torch.device("cuda", 0)
+def _move_between_gpus(rank: int) -> None:
+    device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    heap = SymmetricHeap(dist.group.WORLD, device)
-    transport = CudaTransport(
-        heap,
-        timeout_s=20.0,
-        relay_threshold=relay_threshold,
-        push_blocks=BLOCKS,
-        grad_reduce_share=SHARE,
-    )
-    side = Side(transport, dist.group.WORLD, shapes, grad_dtype, device)
-    generator = random.Random(5)
-    for step in range(5):
-        side.step(random_transfers(generator, dist.get_world_size()), step)
-        row = torch.arange(300, device=device) + 1000 * rank + step
-        found = transport.gather(row, "layer 1")
-        expected = row - 1000 * rank + 1000 * torch.arange(len(found), device=device)[:, None]
-        assert torch.equal(found, expected)
-    transport.reset()
-    side.step(random_transfers(generator, dist.get_world_size()), 5)
-    chosen = make_transport("auto", dist.group.WORLD, device, OPTIONS)
-    assert isinstance(chosen, CollectiveTransport), "ranks that share a GPU are not to be expected"
-
-
-@pytest.mark.parametrize(
-    ("shapes", "relay_threshold", "grad_dtype"),
-    [(LARGE, 1000, torch.float32), (ALIGNED, 0, torch.bfloat16)],
-    ids=["odd", "relays"],
-)
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_processes_reach_each_other(
-    num_ranks: int, shapes: Any, relay_threshold: int, grad_dtype: torch.dtype
-) -> None:
-    """Cases of virtual ranks once more, without what several ranks in a process may wait for."""
-    run_ranks(_move_between_processes, num_ranks, shapes, relay_threshold, grad_dtype)
-
-
-def _forget_an_aborted_step(rank: int, where: str) -> None:
-    """The last rank leaves a step, its peers where they miss it; then all go on after a reset."""
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    num_ranks = dist.get_world_size()
-    heap = SymmetricHeap(dist.group.WORLD, device)
-    # Longer than the test may take: the reset ends the waits.
-    transport = CudaTransport(heap, timeout_s=600.0, push_blocks=BLOCKS, grad_reduce_share=SHARE)
+    transport = make_transport("auto", dist.group.WORLD, device, OPTIONS)
+    assert isinstance(transport, CudaTransport)
     side = Side(transport, dist.group.WORLD, LARGE, torch.float32, device)
-    generator = random.Random(11)
-    everywhere = [Transfer(home, 0, (home + 1) % num_ranks, 0) for home in range(num_ranks)]
-    for attempt in range(2):
-        for step in range(2):
-            side.step(random_transfers(generator, num_ranks), step)
-        leaves = rank == num_ranks - 1
-        if not (leaves and where == "before the push"):
-            under_way = side.push(everywhere, 90 + attempt)
-            if where == "before the reduction":
-                under_way.wait()
-                if not leaves:
-                    totals = [
-                        [torch.zeros(shape, device=device) for _ in range(MAINS)]
-                        for shape in side.shapes
-                    ]
-                    plan = in_slots(everywhere, num_ranks, device=device)
-                    transport.pull_add(plan, side.slot_grads, totals, [None] * len(totals))
-        dist.barrier()
-        start = time.monotonic()
-        transport.reset()
-        torch.cuda.synchronize()
-        assert time.monotonic() - start < 30, "a reset ends waits at once"
-        for segment in side.slot_grads:
-            segment.zero_()
-        for step in range(2):
-            side.step(random_transfers(generator, num_ranks), step)
+    generator = random.Random(5)
+    for step in range(20):
+        side.step(random_transfers(generator, dist.get_world_size()), step)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("where", ["before the push", "during the push", "before the reduction"])
-def test_processes_forget_an_aborted_step(num_ranks: int, where: str) -> None:
-    run_ranks(_forget_an_aborted_step, num_ranks, where)
+@pytest.mark.gpu(n=2)
+def test_gpus_reach_each_other() -> None:
+    run_ranks(_move_between_gpus, 2)
+
+
+@needs_sanitizer
+@pytest.mark.parametrize("tool", SANITIZERS)
+def test_sanitizers_find_nothing(tool: str) -> None:
+    # A tool that lets one kernel run after the other never ends here: ranks wait for each other.
+    sanitize(tool, f"{__file__}::test_random_transfers_back_to_back[2-small-relays-grad_dtype0]")
 
 
 def _work_goes_on(rank: int) -> None:
@@ -605,44 +550,110 @@ def _work_goes_on(rank: int) -> None:
     assert rank == 1 or beside == 64 * 64
 
 
-def test_work_goes_on_beside_a_push_and_a_pull() -> None:
-    run_ranks(_work_goes_on, 2)
+def test_processes_work_beside_a_push_and_a_pull() -> None:
+    run_ranks(_work_goes_on, 2, timeout_s=LIMIT_S)
 
 
+def _forget_an_aborted_step(rank: int, where: str) -> None:
+    """The last rank leaves a step, its peers where they miss it; then all go on after a reset."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    num_ranks = dist.get_world_size()
+    heap = SymmetricHeap(dist.group.WORLD, device)
+    # Longer than the test may take: the reset ends the waits.
+    transport = CudaTransport(heap, timeout_s=600.0, push_blocks=BLOCKS, grad_reduce_share=SHARE)
+    side = Side(transport, dist.group.WORLD, LARGE, torch.float32, device)
+    generator = random.Random(11)
+    everywhere = [Transfer(home, 0, (home + 1) % num_ranks, 0) for home in range(num_ranks)]
+    for attempt in range(2):
+        for step in range(2):
+            side.step(random_transfers(generator, num_ranks), step)
+        leaves = rank == num_ranks - 1
+        if not (leaves and where == "before the push"):
+            under_way = side.push(everywhere, 90 + attempt)
+            if where == "before the reduction":
+                under_way.wait()
+                if not leaves:
+                    totals = [
+                        [torch.zeros(shape, device=device) for _ in range(MAINS)]
+                        for shape in side.shapes
+                    ]
+                    plan = in_slots(everywhere, num_ranks, device=device)
+                    transport.pull_add(plan, side.slot_grads, totals, [None] * len(totals))
+        dist.barrier()
+        start = time.monotonic()
+        transport.reset()
+        torch.cuda.synchronize()
+        assert time.monotonic() - start < 30, "a reset ends waits at once"
+        for segment in side.slot_grads:
+            segment.zero_()
+        for step in range(2):
+            side.step(random_transfers(generator, num_ranks), step)
+
+
+@pytest.mark.parametrize("where", ["before the push", "during the push", "before the reduction"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_processes_forget_an_aborted_step(num_ranks: int, where: str) -> None:
+    run_ranks(_forget_an_aborted_step, num_ranks, where, timeout_s=LIMIT_S)
+
+
+def _move_between_processes(
+    rank: int, shapes: Any, relay_threshold: int, grad_dtype: torch.dtype
+) -> None:
+    # They share the GPU here; in training each rank has its own.
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    heap = SymmetricHeap(dist.group.WORLD, device)
+    transport = CudaTransport(
+        heap,
+        timeout_s=20.0,
+        relay_threshold=relay_threshold,
+        push_blocks=BLOCKS,
+        grad_reduce_share=SHARE,
+    )
+    side = Side(transport, dist.group.WORLD, shapes, grad_dtype, device)
+    generator = random.Random(5)
+    for step in range(5):
+        side.step(random_transfers(generator, dist.get_world_size()), step)
+        row = torch.arange(300, device=device) + 1000 * rank + step
+        found = transport.gather(row, "layer 1")
+        expected = row - 1000 * rank + 1000 * torch.arange(len(found), device=device)[:, None]
+        assert torch.equal(found, expected)
+    transport.reset()
+    side.step(random_transfers(generator, dist.get_world_size()), 5)
+    chosen = make_transport("auto", dist.group.WORLD, device, OPTIONS)
+    assert isinstance(chosen, CollectiveTransport), "ranks that share a GPU are not to be expected"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "relay_threshold", "grad_dtype"),
+    [(LARGE, 1000, torch.float32), (ALIGNED, 0, torch.bfloat16)],
+    ids=["odd", "relays"],
+)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_processes_reach_each_other(
+    num_ranks: int, shapes: Any, relay_threshold: int, grad_dtype: torch.dtype
+) -> None:
+    """Cases of virtual ranks once more, without what several ranks in a process may wait for."""
+    run_ranks(
+        _move_between_processes, num_ranks, shapes, relay_threshold, grad_dtype, timeout_s=LIMIT_S
+    )
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("queues", [1, 8, 32])
-def test_any_number_of_queues(queues: int) -> None:
+def test_processes_have_any_number_of_queues(queues: int) -> None:
     """Ranks that are processes, as in training; the launcher sets one queue."""
     result = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", __file__),
-            *("-k", "work_goes_on or reach_each_other"),
+            *("-k", "processes_work or (processes_reach and 2-)"),
         ],
         env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": str(queues)},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=280,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-
-
-def _move_between_gpus(rank: int) -> None:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    transport = make_transport("auto", dist.group.WORLD, device, OPTIONS)
-    assert isinstance(transport, CudaTransport)
-    side = Side(transport, dist.group.WORLD, LARGE, torch.float32, device)
-    generator = random.Random(5)
-    for step in range(20):
-        side.step(random_transfers(generator, dist.get_world_size()), step)
-
-
-@pytest.mark.gpu(n=2)
-def test_gpus_reach_each_other() -> None:
-    run_ranks(_move_between_gpus, 2)
-
-
-@needs_sanitizer
-@pytest.mark.parametrize("tool", SANITIZERS)
-def test_sanitizers_find_nothing(tool: str) -> None:
-    # A tool that lets one kernel run after the other never ends here: ranks wait for each other.
-    sanitize(tool, f"{__file__}::test_random_transfers_back_to_back[2-small-relays-grad_dtype0]")

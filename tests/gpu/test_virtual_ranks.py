@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ import torch
 from tests.gpu import virtual_ranks
 from tests.gpu.virtual_ranks import (
     POOL,
+    ByTorch,
     VirtualRanks,
     choose,
     classes_of,
     give_next,
 )
+from tests.transport.test_transports import LARGE, SHAPES, Side, Transfer
 
 
 def pools(priorities: int) -> tuple[list[str], list[str], dict[Hashable, int]]:
@@ -144,3 +147,13 @@ def test_a_transport_that_takes_other_streams_is_noticed(
     else:
         with pytest.raises(AssertionError):
             ranks.transport(0)
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+def test_replicas_of_a_ranks_own_experts_are_looked_at(grad_dtype: torch.dtype) -> None:
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    for shapes in (SHAPES, LARGE):
+        side = Side(ByTorch(), group, shapes, grad_dtype)
+        for step in range(2):
+            for second in range(2):
+                side.step([Transfer(0, 0, 0, 0), Transfer(0, second, 0, 1)], step)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -97,13 +98,14 @@ class VirtualRanks:
 
         with ThreadPoolExecutor(self.num_ranks) as pool:
             futures = [pool.submit(on_stream, rank) for rank in range(self.num_ranks)]
+        # Also after a failure: kernels that still wait would write into a later test's memory.
+        torch.cuda.synchronize()
         failures = [future.exception() for future in futures]
         # Peers of a rank that failed only say that they waited for it.
         failures.sort(key=lambda failure: isinstance(failure, threading.BrokenBarrierError))
         for failure in failures:
             if failure is not None:
                 raise failure
-        torch.cuda.synchronize()
 
     def warm(self) -> None:
         """Let allocators get what moving needs, while nothing moves: of the device, and pinned."""
@@ -267,3 +269,31 @@ class VirtualHeap:
 
     def close(self) -> None:
         """Do nothing: the memory is one process's."""
+
+
+class ByTorch:
+    """Stands for the transport of a rank whose replicas are of its own experts: torch moves them.
+
+    No replica of a transport of one rank arrives, but with this one what looks at replicas runs.
+    """
+
+    def allocate(self, shape: Any, dtype: Any, device: Any) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def push(self, transfers: Any, mains: Any, slots: Any, label: str) -> ByTorch:
+        for t in transfers:
+            for of_segment, into in zip(mains, slots, strict=True):
+                into[t.slot_idx] = of_segment[t.main_idx]
+        return self
+
+    def pull_add(self, transfers: Any, grads: Any, totals: Any, asides: Any, label: str) -> ByTorch:
+        for g, main_idx in product(range(len(totals)), range(len(totals[0]))):
+            slots = [t.slot_idx for t in transfers if t.main_idx == main_idx]
+            aside = asides[g] and asides[g][main_idx]
+            for each in [*grads[g][slots], *([] if aside is None or not slots else [aside])]:
+                totals[g][main_idx] += each
+            grads[g][slots] = 0
+        return self
+
+    def wait(self) -> None:
+        pass

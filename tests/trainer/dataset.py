@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import torch
+
 from megatron_ext.cpu_platform import enable_cpu_platform
 
 
 def build(folder: Path) -> Path:
     """Return the folder of a new dataset."""
-    enable_cpu_platform()
+    if not torch.cuda.is_available():
+        enable_cpu_platform()
     from megatron_ext.data.build import build_dataset
 
     words = {"letters": "alpha beta gamma delta", "numbers": "12 345 6789 0"}

@@ -11,14 +11,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.cli.examine import cuda_mismatch
 from megatron_ext.files.tables import markdown_table
+from tests.gpu.first_run import mps
 from tests.gpu.first_run.environment import ROOT
 from tests.gpu.first_run.parts import Part, parts
 
@@ -127,14 +128,26 @@ def run_all(
     """
     out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + limit_s
-    for part in chosen:
-        left_s = ends - time.monotonic()
-        if why := part.left_out(gpus):
-            yield Outcome(part.name, LEFT_OUT, why=why)
-        elif left_s < LEAST_S:
-            yield Outcome(part.name, LEFT_OUT, why=NO_TIME)
-        else:
-            outcome = run_part(replace(part, limit_s=min(part.limit_s, left_s)), out)
+    shared: tuple[Mapping[str, str], str] | None = None
+    with ExitStack() as held:
+        for part in chosen:
+            left_s = ends - time.monotonic()
+            if why := part.left_out(gpus):
+                yield Outcome(part.name, LEFT_OUT, why=why)
+                continue
+            if left_s < LEAST_S:
+                yield Outcome(part.name, LEFT_OUT, why=NO_TIME)
+                continue
+            extra: Mapping[str, str] = {}
+            if part.shares_gpu:
+                shared = shared or held.enter_context(mps.service())
+                extra, line = shared
+                sys.stdout.write(f"{part.name}: {line}\n")
+                left_s = ends - time.monotonic()
+            limited = replace(
+                part, limit_s=min(part.limit_s, left_s), environment={**part.environment, **extra}
+            )
+            outcome = run_part(limited, out)
             if outcome.status == TOO_LONG and left_s < part.limit_s:
                 outcome = replace(outcome, status=LEFT_OUT, why=NO_TIME)
             yield outcome
@@ -244,4 +257,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    # What ends this program, such as `timeout`, ends what it has started.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())

@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.config import TrainConfig
-from megatron_ext.trainer.quickstart import build_data
 from megatron_ext.trainer.ranks.launch import join_ranks
 from megatron_ext.trainer.ranks.watchdog import watch_over
 from megatron_ext.trainer.train import check
 from tests.gpu.one_gpu import launch
+from tests.trainer import dataset
 
 STEPS = 3
 """Before the one that fails."""
@@ -45,7 +45,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="of the quickstart")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = problems(options.ranks, options.overrides, Path(folder))
+        overrides = [f"data.path={dataset.build(Path(folder))}", *options.overrides]
+        found = problems(options.ranks, overrides, Path(folder))
     sys.stderr.write("".join(f"{problem}\n" for problem in found))
     sys.exit(bool(found))
 
@@ -60,7 +61,6 @@ def problems(num_ranks: int, overrides: Sequence[str], folder: Path) -> list[str
     """
     ours = [f"parallel.ep_size={num_ranks}", f"run_dir={folder / 'run'}"]
     config = load_config([*ours, *overrides], config_name="quickstart")
-    build_data(Path(config.data.path))
     check(config, num_ranks=num_ranks)
     try:
         launch(train_and_fail, config, folder, num_ranks=num_ranks)

@@ -53,6 +53,9 @@ class Part:
     environment: Mapping[str, str] = field(default_factory=lambda: LAUNCHER)
     """Variables on top of the caller's."""
 
+    shares_gpu: bool = False
+    """Its processes share a GPU; they use MPS where the machine has it."""
+
     def left_out(self, gpus: int) -> str:
         """Return why it does not run on a machine of so many GPUs, or ""."""
         return f"needs {self.gpus} GPUs" if self.gpus > gpus else self.lacks
@@ -75,10 +78,7 @@ def parts(gpus: int) -> list[Part]:
             Part(
                 f"tests_{name}",
                 f"tests/gpu/test_{name}.py",
-                _python(
-                    *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not sanitizers"),
-                    f"tests/gpu/test_{name}.py",
-                ),
+                _pytest(name, "not sanitizers and not processes"),
                 600,
                 environment=queues(32) | {"MEGATRON_EXT_REQUIRE_GPU": str(gpus)},
             )
@@ -122,6 +122,14 @@ def parts(gpus: int) -> list[Part]:
             600,
         ),
         *(_ranks_on_one_gpu() if gpus == 1 else []),
+        Part(
+            "processes",
+            "tests/gpu/test_transport.py, where ranks are processes that share a GPU",
+            _pytest("transport", "processes"),
+            600,
+            environment=LAUNCHER | {"MEGATRON_EXT_REQUIRE_GPU": str(gpus)},
+            shares_gpu=True,
+        ),
         Part(
             "launches",
             "launches, allocations and waits of the host in a layer",
@@ -173,7 +181,7 @@ def parts(gpus: int) -> list[Part]:
             for ep, pp in ((2, 1), (4, 1), (8, 1), (2, 2))
         ),
         *(
-            _parity(f"te_parity_ep{ep}", ep, *TE, gpus=ep, lacks=_lacks_te())
+            _parity(f"te_parity_ep{ep}", ep, 50, *TE, gpus=ep, lacks=_lacks_te())
             for ep in (2, 8)
             if gpus != 1
         ),
@@ -189,10 +197,7 @@ def parts(gpus: int) -> list[Part]:
             Part(
                 f"sanitizers_{name}",
                 f"{', '.join(SANITIZERS)} on tests/gpu/test_{name}.py",
-                _python(
-                    *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "sanitizers"),
-                    f"tests/gpu/test_{name}.py",
-                ),
+                _pytest(name, "sanitizers"),
                 600,
                 environment=queues(32),
             )
@@ -207,50 +212,53 @@ def _ranks_on_one_gpu() -> list[Part]:
     On several GPUs, parts of the same programs have a GPU for each rank.
     """
     return [
-        _parity("one_gpu_parity_ep2", 2, KERNELS, "model.experts=grouped_mm"),
+        _parity("one_gpu_parity_ep2", 2, 16, KERNELS, "model.experts=grouped_mm"),
         Part(
             "one_gpu_failing_rank",
             "a rank fails in backward: all end soon, and no weight has changed",
             _python("-m", "tests.gpu.first_run.failing_rank", "--ranks", "2", KERNELS),
             180,
-        ),
-        Part(
-            "one_gpu_reset",
-            "ranks leave a step at different points, and go on after a reset",
-            _python(
-                *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "processes_forget"),
-                "tests/gpu/test_transport.py",
-            ),
-            180,
-            environment=LAUNCHER | {"MEGATRON_EXT_REQUIRE_GPU": "1"},
+            shares_gpu=True,
         ),
         Part(
             "one_gpu_beside",
             "replicas move beside copies to and from the host",
             _python(
                 *("-m", "tests.gpu.first_run.beside", "--ranks", "2"),
-                *("--seconds", "30", "--json", JSON_FILE),
+                *("--seconds", "15", "--json", JSON_FILE),
             ),
             180,
+            shares_gpu=True,
         ),
-        _parity("one_gpu_te_parity_ep2", 2, KERNELS, *TE, lacks=_lacks_te()),
-        _parity("one_gpu_parity_ep4", 4, KERNELS, "model.experts=grouped_mm"),
+        _parity("one_gpu_te_parity_ep2", 2, 16, KERNELS, *TE, lacks=_lacks_te()),
+        _parity("one_gpu_parity_ep4", 4, 8, KERNELS, "model.experts=grouped_mm"),
     ]
 
 
-def _parity(name: str, ep: int, *overrides: str, gpus: int = 1, lacks: str = "") -> Part:
+def _parity(
+    name: str, ep: int, steps: int, *overrides: str, gpus: int = 1, lacks: str = ""
+) -> Part:
     """Return a short run of parity, with these settings."""
     return Part(
         name,
-        f"50 steps with balancing beside 50 without, EP{ep}, {', '.join(overrides)}",
+        f"{steps} steps with balancing beside {steps} without, EP{ep}, {', '.join(overrides)}",
         _python(
-            *("-m", "tests.gpu.first_run.parity", "--steps", "50", "--ep", str(ep)),
+            *("-m", "tests.gpu.first_run.parity", "--steps", str(steps), "--ep", str(ep)),
             *("--json", JSON_FILE, f"run_dir=runs/first_run/{name}/${{balance.strategy}}"),
             *overrides,
         ),
         300,
         gpus=gpus,
         lacks=lacks,
+        shares_gpu=gpus < ep,
+    )
+
+
+def _pytest(name: str, chosen: str) -> tuple[str, ...]:
+    """Return the command of one file's tests. Failures and times are said as they come."""
+    return _python(
+        *("-m", "pytest", "-v", "-p", "tests.gpu.at_once", "-p", "no:cacheprovider"),
+        *("--tb=short", "--timeout=60", "-k", chosen, f"tests/gpu/test_{name}.py"),
     )
 
 
