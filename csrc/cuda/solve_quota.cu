@@ -175,9 +175,9 @@ __device__ void copy_loads(const Domain<int64_t>& domain,
 }
 
 // A warp sets a flag, at any time, that others see later. All lanes see the same.
-__device__ void set_flag(bool& flag) { *const_cast<volatile bool*>(&flag) = true; }
-__device__ bool is_set(const bool& flag) {
-    const bool set = *const_cast<const volatile bool*>(&flag);
+__device__ void set_flag(unsigned& flag) { atomicExch(&flag, 1u); }
+__device__ bool is_set(unsigned& flag) {
+    const bool set = DeviceWarp::lane() == 0 && atomicAdd(&flag, 0u) != 0;
     return __ballot_sync(DeviceWarp::kAll, set) != 0;
 }
 
@@ -206,7 +206,7 @@ struct SharedMemory {
 
     // By the whole block, which waits before it tries.
     __device__ void copy(const DomainSizes<Amount>& sizes, const Domain<int64_t>& domain) const {
-        if (threadIdx.x == 0) placed() = {sizes, /*is_stopped=*/false};
+        if (threadIdx.x == 0) placed() = {sizes, /*is_stopped=*/0};
         copy_loads(domain, loads(), loads() + kMostExperts, order());
         // Of ranks that there are not, collectives read what they ignore: it has to be an index.
         auto* const own = reinterpret_cast<float4*>(memory(DeviceWarp::warp()));
@@ -233,7 +233,7 @@ struct SharedMemory {
   private:
     struct Placed {
         DomainSizes<Amount> sizes;
-        bool is_stopped;
+        unsigned is_stopped;
     };
     static constexpr int kLoads = 32;  // behind what is placed first
     static constexpr int kOrder = kLoads + sizeof(Amount) * (kMostExperts + kMostRanks);
@@ -268,7 +268,7 @@ struct GlobalMemory {
                                            domain.slots);
         }
         if (thread == 0) {
-            placed().is_stopped = false;
+            placed().is_stopped = 0;
             placed().domain = {sizes, expert_load, home_load, domain.busiest_first};
         }
     }
@@ -281,7 +281,7 @@ struct GlobalMemory {
     __device__ bool is_stopped() const { return is_set(placed().is_stopped); }
 
     struct Placed {
-        bool is_stopped;
+        unsigned is_stopped;
         Domain<Amount> domain;
         TryMemory<Amount> tries[kWarps + 1];
     };

@@ -172,7 +172,7 @@ class CudaTransport(OneSidedTransport):
         return self._heap.highest(value)
 
 
-def _make(ep_group: ProcessGroup, device: torch.device, options: TransportOptions) -> CudaTransport:
+def make(ep_group: ProcessGroup, device: torch.device, options: TransportOptions) -> CudaTransport:
     """Return the transport of a rank; see `TransportKind.make`."""
     timeout_s = options.timeout_s
     return CudaTransport(

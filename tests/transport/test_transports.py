@@ -10,6 +10,7 @@ import dataclasses
 import random
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -214,6 +215,15 @@ def _move(
     generator = random.Random(5)
     for step in range(num_steps):
         side.step(random_transfers(generator, dist.get_world_size()), step)
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS.values(), ids=TRANSPORTS.keys())
+def test_the_functions_of_a_kind_exist(kind: TransportKind) -> None:
+    """They are imported when they are called, on GPUs some of them."""
+    for function in (kind.make, kind.obstacles, kind.is_slow):
+        if isinstance(function, partial):
+            module, name = function.args
+            assert callable(getattr(import_module(f"megatron_ext.transport.{module}"), name))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

