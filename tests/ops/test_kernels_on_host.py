@@ -133,7 +133,8 @@ def test_the_sweep_of_stages_times_a_push_that_arrives(whole, tmp_path):
     """tests/gpu/first_run/stages.cu, which a GPU runs with other stages and blocks."""
     program = tmp_path / "stages"
     sweep = tmp_path / "stages.cpp"
-    sweep.write_text((CSRC.parent / "tests" / "gpu" / "first_run" / "stages.cu").read_text())
+    source = (CSRC.parent / "tests" / "gpu" / "first_run" / "stages.cu").read_text()
+    sweep.write_text(with_launches_as_calls(source))
     compiled = [path for path in whole if path.stem != "peers_on_host"]
     objects = [*compiled, compile_here(sweep, whole[0].parent)]
     subprocess.run(["g++", *map(str, objects), "-o", str(program)], check=True, timeout=300)
