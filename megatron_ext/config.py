@@ -349,7 +349,7 @@ class BalanceConfig(Section):
     larger share could keep out work that the peers wait for. `auto` goes by the GPU's architecture
     (`transport/gpus.py`). On a CPU one thread adds."""
     push_blocks: int | str = setting("auto", least=1, choices=("auto",))
-    """Thread blocks of a GPU, of one warp each, that copy weights to peers. `auto` goes by the
+    """Thread blocks of a GPU, of four warps each, that copy weights to peers. `auto` goes by the
     GPU's architecture (`transport/gpus.py`). On a CPU one thread copies."""
 
     max_in_flight: int | str = setting("auto", least=1, choices=("auto",))

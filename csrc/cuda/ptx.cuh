@@ -15,7 +15,7 @@ __device__ inline uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Make `barrier` ready for phases of one `barrier_expect` each.
+// Make `barrier` ready for phases of one `barrier_expect` or `barrier_arrive` each.
 __device__ inline void barrier_init(uint64_t* barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier))
                  : "memory");
@@ -29,6 +29,27 @@ __device__ inline void barrier_expect(uint64_t* barrier, uint32_t bytes) {
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
         "r"(bytes)
         : "memory");
+}
+
+// Complete the phase. What this thread did or saw before is visible behind a wait for it.
+__device__ inline void barrier_arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+                 : "memory");
+}
+
+// Whether the phase of this parity is complete, as `barrier_wait` but without waiting.
+__device__ inline bool barrier_is_past(uint64_t* barrier, uint32_t parity) {
+    uint32_t complete;
+    asm volatile(
+        "{\n"
+        ".reg .pred complete;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, complete;\n"
+        "}"
+        : "=r"(complete)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return complete != 0;
 }
 
 // Wait until the phase of this parity is complete; what was loaded is visible then.
@@ -73,8 +94,12 @@ __device__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Wait until all groups have been written where they go and this thread sees it.
-__device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Wait until at most the last `kPending` groups have not been written where they go; this thread
+// sees the others.
+template <int kPending = 0>
+__device__ void bulk_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 // Order bulk copies that this thread starts behind what it has seen so far. An acquired flag alone
 // orders plain loads and stores only.

@@ -49,7 +49,7 @@ class CudaTransport(OneSidedTransport):
             together.
         timeout_s: Longest wait for a peer, in seconds.
         relay_threshold: Most sends of a rank without relays (`relay.py`).
-        push_blocks: Blocks that copy, of one warp each; by default as `budget_of` the GPU.
+        push_blocks: Blocks that copy, of four warps each; by default as `budget_of` the GPU.
         grad_reduce_share: Blocks that add, of 256 threads each, as a share of the multiprocessors;
             by default likewise.
 

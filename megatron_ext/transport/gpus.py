@@ -17,7 +17,7 @@ class Budget(NamedTuple):
     """The part of a GPU that moves replicas while the rest computes."""
 
     push_blocks: int
-    """Blocks of one warp that copy weights. Blocks on all multiprocessors would lock out products
+    """Blocks of four warps that copy weights. Blocks on all multiprocessors would lock out products
     that need a whole multiprocessor."""
     grad_reduce_share: float
     """Multiprocessors that add gradients, as a share of all."""

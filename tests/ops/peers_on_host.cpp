@@ -166,7 +166,7 @@ class Group {
                       addresses_[rank].data()};
         for (int64_t g = 0; g < num_segments(); ++g)
             task.segments.each[g].used_bytes = used(g, round);
-        push_peers_cuda(self, task, static_cast<int>(pick(1, 4)), stream);
+        push_peers_cuda(self, task, static_cast<int>(pick(1, most_blocks)), stream);
         wait_peers_cuda(self, task.segments, copies.used, sizes_.slots, stream);
         // From here on the rank may change its mains.
         run(stream, [=, this] {
@@ -248,6 +248,7 @@ class Group {
     }
 
     int64_t timeout_ns = int64_t{1} << 40;
+    int64_t most_blocks = 4;  // of a push
 
   private:
     // A segment's buffers of all ranks, with their flags at 0.
@@ -512,6 +513,30 @@ void move_random_replicas() {
     }
 }
 
+// Pushes of one block: the mains of the first `num_homes` ranks to all others.
+void push_to_all(Sizes sizes, int64_t num_homes) {
+    Group group(std::move(sizes));
+    group.most_blocks = 1;
+    std::vector<Transfer> transfers;
+    const int64_t mains = group.sizes().mains;
+    for (int64_t rank = 0; rank < group.sizes().ranks; ++rank) {
+        int64_t slot = 0;
+        for (int64_t e = 0; e < num_homes * mains; ++e) {
+            if (e / mains != rank) transfers.push_back({e / mains, e % mains, rank, slot++});
+        }
+    }
+    const auto lists = group.compile(transfers);
+    for (int round = 0; round < 2; ++round) {
+        for (int64_t rank = 0; rank < group.sizes().ranks; ++rank) {
+            group.push(rank, transfers, lists[rank].get(), round);
+        }
+    }
+    cuda_on_host::run_streams();
+    for (int64_t rank = 0; rank < group.sizes().ranks; ++rank) {
+        require(group.failure(rank).is_set == 0, "no rank waits too long");
+    }
+}
+
 // Of mains with replicas, and of others; more than one launch takes.
 void set_aside() {
     std::vector<int32_t> slots(pick(1, 300));
@@ -637,8 +662,14 @@ void end_waits_at_once() {
 
 int main(int, char** arguments) {
     const int rounds = std::atoi(arguments[1]);
+    for (int i = 0; i < 5; ++i) {
+        // Each rank passes on what the one before it sends, in a circle.
+        push_to_all({4, 1, 3, {100}, {}, false, 0}, 4);
+        // More destinations than a warp has lanes.
+        push_to_all({40, 2, 2, {100, 48, 16, 8192 + 4}, {}, false, 1000}, 1);
+        write_words();
+    }
     for (int i = 0; i < rounds; ++i) move_random_replicas();
-    for (int i = 0; i < 5; ++i) write_words();
     for (int i = 0; i < 20; ++i) set_aside();
     end_waits_in_time();
     end_waits_at_once();

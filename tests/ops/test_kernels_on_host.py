@@ -133,7 +133,8 @@ def test_the_sweep_of_stages_times_a_push_that_arrives(whole, tmp_path):
     """tests/gpu/first_run/stages.cu, which a GPU runs with other stages and blocks."""
     program = tmp_path / "stages"
     sweep = tmp_path / "stages.cpp"
-    sweep.write_text((CSRC.parent / "tests" / "gpu" / "first_run" / "stages.cu").read_text())
+    source = (CSRC.parent / "tests" / "gpu" / "first_run" / "stages.cu").read_text()
+    sweep.write_text(with_launches_as_calls(source))
     compiled = [path for path in whole if path.stem != "peers_on_host"]
     objects = [*compiled, compile_here(sweep, whole[0].parent)]
     subprocess.run(["g++", *map(str, objects), "-o", str(program)], check=True, timeout=300)
@@ -144,28 +145,35 @@ def test_the_sweep_of_stages_times_a_push_that_arrives(whole, tmp_path):
     assert found["right"] is True
 
 
-WAIT_FOR_WRITES = "    bulk_wait();\n"
 BROKEN = {
     "a flag before the writes are complete": {
-        "push_peers.cu": (WAIT_FOR_WRITES, "    bulk_wait_read<0>();\n")
+        "push_peers.cu": ("bulk_wait();", "bulk_wait_read<0>();")
     },
+    "a chunk's flags while its last tile is under way": {
+        "push_peers.cu": ("bulk_wait<kUnderWay>();", "bulk_wait<kUnderWay + 1>();")
+    },
+    "a wait before what was begun is complete": {
+        "push_peers.cu": ("if (!pipeline.taken.has(n)) complete();", "")
+    },
+    "a chunk taken before the one in its place is told": {
+        "push_peers.cu": ("if (n >= kUnits) pipeline.told.wait(n - kUnits);", "")
+    },
+    "a chunk told before all lanes have read what it is": {
+        "push_peers.cu": ("        __syncwarp();  // All lanes have read", "        // read")
+    },
+    "a chunk moved behind a flag without a fence": {"push_peers.cu": ("fence_bulk();", "")},
     "a stage filled again before it is read": {
-        "push_peers.cu": ("bulk_wait_read<kStages - kAhead>();", "")
+        "push_peers.cu": ("bulk_wait_read<kReading>();", "")
     },
     "a stage filled again before its last store": {
-        "push_peers.cu": (
-            "bulk_wait_read<kStages - kAhead>",
-            "bulk_wait_read<kStages - kAhead + 1>",
-        )
+        "push_peers.cu": ("bulk_wait_read<kReading>", "bulk_wait_read<kReading + 1>")
     },
-    "a chunk's flags without a fence": {
-        "push_peers.cu": ("        if (lane < unit.num_destinations) fence_system();\n", "")
-    },
+    "a chunk's flags without a fence": {"push_peers.cu": ("            fence_system();\n", "")},
     "a chunk's fence before the other lanes have written": {
         "push_peers.cu": (
             "        __syncwarp();  // All lanes have written what the flags speak of.\n"
-            "        if (lane < unit.num_destinations) fence_system();\n",
-            "        if (lane < unit.num_destinations) fence_system();\n        __syncwarp();\n",
+            "        if (first != nullptr) {\n            fence_system();\n",
+            "        fence_system();\n        __syncwarp();\n        if (first != nullptr) {\n",
         )
     },
     "a row's flags without a fence": {
@@ -178,9 +186,9 @@ BROKEN = {
         )
     },
     "a relay that does not wait": {
-        "push_peers.cu": ("            ready = wait_for(", "            ready = true || wait_for(")
+        "push_peers.cu": ("        ready = wait_for(", "        ready = true || wait_for(")
     },
-    "slots filled before they are free": {"push_peers.cu": ("if (c != last_copy)", "if (false)")},
+    "slots filled before they are free": {"push_peers.cu": ("if (is_new) {", "if (false) {")},
     "a flag before the other lanes have written": {
         "push_peers.cu": (
             "        __syncwarp();  // All lanes have written what the flags",

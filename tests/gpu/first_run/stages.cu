@@ -96,7 +96,7 @@ struct Rank {
 
 __global__ void hold() {
     const uint64_t start = now_ns();
-    while (now_ns() - start < 100'000) pause();
+    while (now_ns() - start < 100'000) megatron_ext::pause();
 }
 
 // The median time of `rounds` calls of `work` on a stream, in ms; the first does not count.

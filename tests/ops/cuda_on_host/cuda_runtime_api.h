@@ -74,6 +74,8 @@ struct Thread {
     unsigned phase = 0;          // of its warp's exchanges
     bool is_fenced = false;      // since it last met other threads
     const void* seen = nullptr;  // a flag that it has looked at, but not acquired
+    // The last acquired flag that it knows of, and the last that bulk copies are ordered behind.
+    uint64_t acquired = 0, ordered = 0;
     std::unique_ptr<char[]> stack{new char[kStackBytes]};
 };
 
@@ -105,6 +107,10 @@ inline Thread* current = nullptr;
 inline jmp_buf scheduler;
 inline std::map<cudaStream_t, std::deque<Launch>> streams;
 
+// So often threads have waited since one did something that others can wait for.
+inline uint64_t idle_waits = 0;
+constexpr uint64_t kMostIdleWaits = 1 << 18;
+
 // For ptx.cuh: what it still has to do for a block that has ended.
 inline std::function<void()> at_block_end = [] {};
 
@@ -119,6 +125,9 @@ inline void wait(State state) {
         if (current->seen != nullptr)
             fail("a thread goes on behind a flag that it has not acquired");
         current->is_fenced = false;
+        idle_waits = 0;
+    } else if (++idle_waits == kMostIdleWaits) {
+        fail("threads wait for others that never come");
     }
     current->state = state;
     if (_setjmp(current->resume) == 0) _longjmp(scheduler, 1);
@@ -135,6 +144,7 @@ T exchange(T value, int source) {
 
 inline void run_body() {
     block->launch->body();
+    idle_waits = 0;
     current->state = State::kDone;
     _longjmp(scheduler, 1);
 }
@@ -148,13 +158,22 @@ inline void run_body() {
     setcontext(&thread->start);
 }
 
-// Make all of `group` ready again if they all wait for `state`.
+// Make all of `group` ready again if they all wait for `state`; each knows then what any knew.
 template <class Group>
 bool release(const Group& group, State state) {
     for (const auto& thread : group) {
         if (thread->state != state) return false;
     }
-    for (const auto& thread : group) thread->state = State::kReady;
+    uint64_t acquired = 0, ordered = 0;
+    for (const auto& thread : group) {
+        acquired = std::max(acquired, thread->acquired);
+        ordered = std::max(ordered, thread->ordered);
+    }
+    for (const auto& thread : group) {
+        thread->acquired = acquired;
+        thread->ordered = ordered;
+        thread->state = State::kReady;
+    }
     return true;
 }
 
@@ -175,6 +194,9 @@ inline std::unique_ptr<Block> start_block(const Launch& launch, uint64_t b) {
         Thread& thread = *started->threads.back();
         thread.started = false;
         thread.state = State::kReady;
+        thread.phase = 0;
+        thread.is_fenced = false;
+        thread.acquired = thread.ordered = 0;
         thread.idx = {i % size.x, i / size.x % size.y, i / (size.x * size.y)};
         thread.warp = static_cast<int>(i) / kLanes;
         thread.lane = static_cast<int>(i) % kLanes;

@@ -4,7 +4,7 @@
 // order. A store reads its shared memory when its thread waits for that, and reaches its
 // destination when its thread waits for that. So what is read, overwritten or told to others too
 // early shows as other bytes. What the hardware forbids ends the program: wrong alignment, a block
-// that ends before its copies, a barrier used twice in a phase, a bulk load that no fence orders
+// that ends before its copies, a barrier used twice in a phase, a bulk copy that no fence orders
 // behind an acquired flag, a relaxed store that no fence orders behind what other threads did, a
 // flag that is looked at and not acquired.
 #pragma once
@@ -45,14 +45,21 @@ struct Copies {
     std::vector<BulkLoad> loads;
     std::map<Thread*, Group> open;  // not committed yet
     std::map<Thread*, std::vector<Group>> groups;
-    bool acquired = false;  // without a fence since
+    struct Known {
+        uint64_t acquired, ordered;
+    };
+    std::map<uint64_t*, Known> known;  // by who arrived at a barrier, as Thread has it
 };
 inline std::map<Block*, Copies> copies;
+inline uint64_t num_acquired = 0;
 inline uint64_t clock_ns = 0;
 
 inline Barrier& as_barrier(uint64_t* word) { return *reinterpret_cast<Barrier*>(word); }
 
 inline void check_bulk(const void* to, const void* from, uint32_t bytes) {
+    if (current->ordered < current->acquired) {
+        fail("no fence between an acquired flag and a bulk copy");
+    }
     const auto odd = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes;
     if (odd % 16 != 0 || bytes == 0) fail("a bulk copy must be of multiples of 16 bytes");
 }
@@ -66,6 +73,7 @@ inline void do_load(std::vector<BulkLoad>& loads, size_t i) {
     if (!barrier.is_expecting || barrier.missing_bytes != 0) return;
     barrier.is_expecting = 0;
     ++barrier.phase;
+    idle_waits = 0;
 }
 
 // Let all but this thread's last `pending` groups read; write them if `complete`.
@@ -116,9 +124,30 @@ inline void barrier_expect(uint64_t* barrier, uint32_t bytes) {
     expecting.missing_bytes += static_cast<int32_t>(bytes);
 }
 
+inline void barrier_arrive(uint64_t* barrier) {
+    cuda_on_host::let_others_run();
+    cuda_on_host::Barrier& arriving = cuda_on_host::as_barrier(barrier);
+    if (arriving.is_expecting) cuda_on_host::fail("a barrier is used twice in a phase");
+    ++arriving.phase;
+    const cuda_on_host::Thread& thread = *cuda_on_host::current;
+    cuda_on_host::copies[cuda_on_host::block].known[barrier] = {thread.acquired, thread.ordered};
+    cuda_on_host::idle_waits = 0;
+    cuda_on_host::let_others_run();
+}
+
+inline bool barrier_is_past(uint64_t* barrier, uint32_t parity) {
+    cuda_on_host::let_others_run();
+    if (cuda_on_host::as_barrier(barrier).phase % 2 == parity) return false;
+    const auto known = cuda_on_host::copies[cuda_on_host::block].known[barrier];
+    cuda_on_host::Thread& thread = *cuda_on_host::current;
+    thread.acquired = std::max(thread.acquired, known.acquired);
+    thread.ordered = std::max(thread.ordered, known.ordered);
+    thread.is_fenced = false;  // An earlier fence orders nothing of who arrived.
+    return true;
+}
+
 inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
-    for (int tries = 0; cuda_on_host::as_barrier(barrier).phase % 2 == parity; ++tries) {
-        if (tries == 1 << 14) cuda_on_host::fail("a thread waits for a load that never comes");
+    while (!barrier_is_past(barrier, parity)) {
         auto& loads = cuda_on_host::copies[cuda_on_host::block].loads;
         if (loads.empty()) {
             cuda_on_host::wait(cuda_on_host::State::kSpinning);
@@ -131,7 +160,6 @@ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
 inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
     cuda_on_host::check_bulk(to, from, bytes);
     auto& copies = cuda_on_host::copies[cuda_on_host::block];
-    if (copies.acquired) cuda_on_host::fail("no fence between an acquired flag and a bulk load");
     copies.loads.push_back({to, from, bytes, barrier});
     if (cuda_on_host::random() % 2 == 0) {
         cuda_on_host::do_load(copies.loads, copies.loads.size() - 1);
@@ -155,9 +183,12 @@ void bulk_wait_read() {
     cuda_on_host::end_stores(kPending, false);
 }
 
-inline void bulk_wait() { cuda_on_host::end_stores(0, true); }
+template <int kPending = 0>
+void bulk_wait() {
+    cuda_on_host::end_stores(kPending, true);
+}
 
-inline void fence_bulk() { cuda_on_host::copies[cuda_on_host::block].acquired = false; }
+inline void fence_bulk() { cuda_on_host::current->ordered = cuda_on_host::current->acquired; }
 
 inline uint64_t load_relaxed(const uint64_t* flag) {
     cuda_on_host::let_others_run();
@@ -168,13 +199,14 @@ inline uint64_t load_relaxed(const uint64_t* flag) {
 inline uint64_t load_acquire(const uint64_t* flag) {
     cuda_on_host::let_others_run();
     if (cuda_on_host::current->seen == flag) cuda_on_host::current->seen = nullptr;
-    cuda_on_host::copies[cuda_on_host::block].acquired = true;
+    cuda_on_host::current->acquired = ++cuda_on_host::num_acquired;
     return *flag;
 }
 
 inline void store_release(uint64_t* flag, uint64_t value) {
     cuda_on_host::let_others_run();
     *flag = value;
+    cuda_on_host::idle_waits = 0;
     cuda_on_host::let_others_run();
 }
 
