@@ -15,9 +15,10 @@ __device__ inline uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Make `barrier` ready for phases of one `barrier_expect` or `barrier_arrive` each.
-__device__ inline void barrier_init(uint64_t* barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier))
+// Make `barrier` ready for phases of so many `barrier_expect` or `barrier_arrive` each.
+__device__ inline void barrier_init(uint64_t* barrier, uint32_t arrivals = 1) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+                 "r"(arrivals)
                  : "memory");
     // The bulk copies must see it, too.
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -31,7 +32,7 @@ __device__ inline void barrier_expect(uint64_t* barrier, uint32_t bytes) {
         : "memory");
 }
 
-// Complete the phase. What this thread did or saw before is visible behind a wait for it.
+// Take part in the phase. What this thread did or saw before is visible behind a wait for it.
 __device__ inline void barrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
                  : "memory");

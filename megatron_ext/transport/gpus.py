@@ -2,7 +2,7 @@
 
 The figures of `BUDGETS` are computed, not measured: with 2 us for a hand-over, a link of 450 GB/s
 needs 0.9 MB in flight and a link of 900 GB/s 1.8 MB. A block of a push has 40 KiB of stores under
-way, a block of a pull 32 KiB of loads.
+way, a block of a pull 64 KiB of loads.
 """
 
 from __future__ import annotations

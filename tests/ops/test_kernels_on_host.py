@@ -211,10 +211,31 @@ BROKEN = {
         "peers.cuh": ("!= gridDim.x - 1) return", "> 0) return")
     },
     "gradients given back before all are read": {
-        "pull_add_peers.cu": ("        __syncthreads();  // All have read what", "        // what")
+        "pull_add_peers.cu": (
+            "        barrier_wait(&shared.done[room], phase);  // All",
+            "        // All",
+        )
+    },
+    "a chunk done before all lanes are": {
+        "pull_add_peers.cu": ("        __syncwarp();  // All lanes are done.\n", "")
+    },
+    "a stage loaded again before it is read": {
+        "pull_add_peers.cu": (
+            "barrier_wait(&shared.read[stage], (num_steps / kStages - 1) % 2);",
+            "",
+        )
+    },
+    "a stage given back before all lanes have read it": {
+        "pull_add_peers.cu": (
+            "        __syncwarp();  // All lanes have read the stage, so",
+            "        //",
+        )
+    },
+    "a chunk told in the place of one that is under way": {
+        "pull_add_peers.cu": ("if (num_told >= kUnits) barrier_wait(", "if (false) barrier_wait(")
     },
     "gradients added before they are offered": {
-        "pull_add_peers.cu": ("s != last_sum && r <", "false && r <")
+        "pull_add_peers.cu": ("is_new && r <", "false && r <")
     },
     "gradients zeroed before they are read": {
         "pull_add_peers.cu": ("ready = wait_for(self, done", "ready = true || wait_for(self, done")

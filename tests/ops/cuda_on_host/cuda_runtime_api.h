@@ -109,7 +109,7 @@ inline std::map<cudaStream_t, std::deque<Launch>> streams;
 
 // So often threads have waited since one did something that others can wait for.
 inline uint64_t idle_waits = 0;
-constexpr uint64_t kMostIdleWaits = 1 << 18;
+constexpr uint64_t kMostIdleWaits = 1 << 20;
 
 // For ptx.cuh: what it still has to do for a block that has ended.
 inline std::function<void()> at_block_end = [] {};

@@ -37,7 +37,8 @@ using Group = std::vector<BulkStore>;
 // What a barrier's word holds.
 struct Barrier {
     int32_t missing_bytes;
-    uint16_t is_expecting;
+    uint8_t arrivals;  // of a phase
+    uint8_t missing;   // of this one
     uint16_t phase;
 };
 
@@ -56,6 +57,18 @@ inline uint64_t clock_ns = 0;
 
 inline Barrier& as_barrier(uint64_t* word) { return *reinterpret_cast<Barrier*>(word); }
 
+inline void arrive(Barrier& barrier) {
+    if (barrier.missing == 0) fail("a barrier is used twice in a phase");
+    --barrier.missing;
+}
+
+inline void end_phase_if_complete(Barrier& barrier) {
+    if (barrier.missing != 0 || barrier.missing_bytes != 0) return;
+    barrier.missing = barrier.arrivals;
+    ++barrier.phase;
+    idle_waits = 0;
+}
+
 inline void check_bulk(const void* to, const void* from, uint32_t bytes) {
     if (current->ordered < current->acquired) {
         fail("no fence between an acquired flag and a bulk copy");
@@ -70,10 +83,7 @@ inline void do_load(std::vector<BulkLoad>& loads, size_t i) {
     std::memcpy(load.to, load.from, load.bytes);
     Barrier& barrier = as_barrier(load.barrier);
     barrier.missing_bytes -= static_cast<int32_t>(load.bytes);
-    if (!barrier.is_expecting || barrier.missing_bytes != 0) return;
-    barrier.is_expecting = 0;
-    ++barrier.phase;
-    idle_waits = 0;
+    end_phase_if_complete(barrier);
 }
 
 // Let all but this thread's last `pending` groups read; write them if `complete`.
@@ -112,26 +122,27 @@ inline void let_others_run() {
 
 namespace megatron_ext {
 
-inline void barrier_init(uint64_t* barrier) {
-    cuda_on_host::as_barrier(barrier) = {0, 0, 0};
+inline void barrier_init(uint64_t* barrier, uint32_t arrivals = 1) {
+    const auto count = static_cast<uint8_t>(arrivals);
+    cuda_on_host::as_barrier(barrier) = {0, count, count, 0};
     cuda_on_host::at_block_end = cuda_on_host::check_ended;
 }
 
 inline void barrier_expect(uint64_t* barrier, uint32_t bytes) {
     cuda_on_host::Barrier& expecting = cuda_on_host::as_barrier(barrier);
-    if (expecting.is_expecting) cuda_on_host::fail("a barrier is used twice in a phase");
-    expecting.is_expecting = 1;
+    cuda_on_host::arrive(expecting);
     expecting.missing_bytes += static_cast<int32_t>(bytes);
 }
 
 inline void barrier_arrive(uint64_t* barrier) {
     cuda_on_host::let_others_run();
     cuda_on_host::Barrier& arriving = cuda_on_host::as_barrier(barrier);
-    if (arriving.is_expecting) cuda_on_host::fail("a barrier is used twice in a phase");
-    ++arriving.phase;
     const cuda_on_host::Thread& thread = *cuda_on_host::current;
-    cuda_on_host::copies[cuda_on_host::block].known[barrier] = {thread.acquired, thread.ordered};
-    cuda_on_host::idle_waits = 0;
+    auto& known = cuda_on_host::copies[cuda_on_host::block].known[barrier];
+    known.acquired = std::max(known.acquired, thread.acquired);
+    known.ordered = std::max(known.ordered, thread.ordered);
+    cuda_on_host::arrive(arriving);
+    cuda_on_host::end_phase_if_complete(arriving);
     cuda_on_host::let_others_run();
 }
 
@@ -154,6 +165,11 @@ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
         } else {
             cuda_on_host::do_load(loads, cuda_on_host::random() % loads.size());
         }
+    }
+    // Others of its block may go on long before this thread does.
+    if (cuda_on_host::random() % 4096 != 0) return;
+    for (auto naps = cuda_on_host::random() % 128; naps > 0; --naps) {
+        cuda_on_host::wait(cuda_on_host::State::kSpinning);
     }
 }
 
