@@ -118,6 +118,12 @@ inline void let_others_run() {
     if (random() % 4 == 0) wait(State::kSpinning);
 }
 
+// Now and then, others of its block go on long before this thread does.
+inline void let_others_come_first(uint64_t times) {
+    if (random() % times != 0) return;
+    for (auto naps = random() % 128; naps > 0; --naps) wait(State::kSpinning);
+}
+
 }  // namespace cuda_on_host
 
 namespace megatron_ext {
@@ -166,11 +172,7 @@ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
             cuda_on_host::do_load(loads, cuda_on_host::random() % loads.size());
         }
     }
-    // Others of its block may go on long before this thread does.
-    if (cuda_on_host::random() % 4096 != 0) return;
-    for (auto naps = cuda_on_host::random() % 128; naps > 0; --naps) {
-        cuda_on_host::wait(cuda_on_host::State::kSpinning);
-    }
+    cuda_on_host::let_others_come_first(4096);
 }
 
 inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
@@ -224,6 +226,7 @@ inline void store_release(uint64_t* flag, uint64_t value) {
     *flag = value;
     cuda_on_host::idle_waits = 0;
     cuda_on_host::let_others_run();
+    cuda_on_host::let_others_come_first(64);
 }
 
 inline void store_relaxed(uint64_t* flag, uint64_t value) {
