@@ -30,9 +30,9 @@ constexpr int kAdders = 256;
 constexpr int kAddingWarps = kAdders / kLanes;
 constexpr int kThreads = kAdders + kLanes;  // the last warp loads
 constexpr unsigned kAll = 0xffffffff;
-constexpr int kStages = 8;
+constexpr int kStages = 6;
 constexpr int kUnits = 2;  // that the loading warp has told the others of
-constexpr int64_t kTileBytes = 8 << 10;
+constexpr int64_t kTileBytes = 16 << 10;
 constexpr int64_t kBulk = 16;  // bytes; a bulk copy has multiples of this
 // A main has one replica in each other rank at most; what was set aside; and the total.
 constexpr int kMaxSources = kMaxPeerRanks - 1 + 2;

@@ -28,8 +28,8 @@ constexpr int kLanes = 32;
 enum Role { kTaker, kLoader, kStorer, kTeller, kNumRoles };  // a warp each
 constexpr int kThreads = kNumRoles * kLanes;
 constexpr int kBlocks = 2;  // on a multiprocessor, at least
-constexpr int kStages = 8;
-constexpr int kAhead = 4;  // loads; as many stores as the other stages hold are not awaited
+constexpr int kStages = 12;
+constexpr int kAhead = 6;  // loads; as many stores as the other stages hold are not awaited
 static_assert(0 < kAhead && kAhead < kStages);
 constexpr int kUnits = 3;  // one whose stores end, one that is moved, one that is taken meanwhile
 // Tiles of a unit that are under way before the storer waits for the end of the unit before it:

@@ -1,8 +1,8 @@
 """Says which GPUs the kernels run on, and how many blocks they use, by the GPU's architecture.
 
 The figures of `BUDGETS` are computed, not measured: with 2 us for a hand-over, a link of 450 GB/s
-needs 0.9 MB in flight and a link of 900 GB/s 1.8 MB. A block of a push has 40 KiB of stores under
-way, a block of a pull 64 KiB of loads.
+needs 0.9 MB in flight and a link of 900 GB/s 1.8 MB. A block of a push has 48 KiB of stores under
+way, a block of a pull 96 KiB of loads.
 """
 
 from __future__ import annotations

@@ -75,8 +75,9 @@ def test_the_planners_inner_functions_spill_nothing():
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_the_code_of_a_try_is_short():
-    """A kernel that runs once a layer finds its code in no cache. Of a try that sheds, as most do,
-    with all that it may call; at 64 ranks or fewer, in shared memory."""
+    """A kernel that runs once a layer finds its code in no cache, which takes 10 us of 97 on an
+    H100. Of a try that sheds, as most do, with all that it may call; at 64 ranks or fewer, in
+    shared memory."""
     elsewhere = re.compile(
         "GlobalMemory|DeviceLanesIl|DomainBound|BlockPlanner|bound_of_warp|sum_domains|sort_falling|"
         "share_of|ThresholdSearch|PublishedSearch|write_plan|refill|shed_to_roomiest|fill_exactly"
@@ -89,7 +90,52 @@ def test_the_code_of_a_try_is_short():
     called = " ".join(code)
     for each in ("7relieve", "HandOver", "5Chain", "5reset", "closest_pair", "sort_rising"):
         assert each in called
-    assert sum(code.values()) <= 64 << 10, code
+    assert sum(code.values()) <= 72 << 10, code
+
+
+def chains_with_a_minus(ptx):
+    """Return the lines that look for the least or highest of three numbers of 32 bits, one of which
+    is nothing but the negation of another.
+
+    ptxas 13.0 makes one instruction of the three for Hopper, VIMNMX3, and loses the minus.
+    """
+    found = []
+    for function in re.split(r"(?m)^\}", ptx):
+        made = {}
+        for operation, number, operands in re.findall(r"(\w+)\.s32\s+(%r\d+), ([^;]+);", function):
+            made.setdefault(number, []).append((operation, operands.split(", ")))
+
+        def are_all(number, *operations, made=made):
+            return number in made and all(each[0] in operations for each in made[number])
+
+        for number, ways in made.items():
+            for operation, operands in ways:
+                inner = [each for each in operands if are_all(each, operation)]
+                numbers = [*operands, *(each for one in inner for each in made[one][0][1])]
+                if operation in ("min", "max") and inner:
+                    found += [number] * any(are_all(each, "neg") for each in numbers)
+    return found
+
+
+def test_a_minus_in_a_chain_is_found():
+    lost = """.func f() {
+    neg.s32 \t%r3, %r1;
+    min.s32 \t%r4, %r2, %r3;
+    min.s32 \t%r5, %r4, %r6;
+}"""
+    assert chains_with_a_minus(lost) == ["%r5"]
+    # Counted on in a loop, the number stands in a register of its own.
+    counted = lost.replace("min.s32 \t%r5", "sub.s32 \t%r3, %r3, %r5;\n    min.s32 \t%r5")
+    assert chains_with_a_minus(counted) == []
+    assert chains_with_a_minus(lost.replace("%r4, %r6", "%r7, %r6")) == []
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
+def test_no_minus_is_lost(source):
+    ptx = compile_source(source, BINARIES[0]).ptx
+    assert ".target sm_90" in ptx
+    assert chains_with_a_minus(ptx) == []
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -115,10 +161,12 @@ def test_compiles(source, architecture):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the assembler says of each function, and how long the code of each is, in bytes."""
+    """What the assembler says of each function, and how long the code of each is, in bytes; and
+    what it was given."""
 
     told: str
     code: dict[str, int]
+    ptx: str
 
 
 @functools.cache
@@ -153,11 +201,12 @@ def compile_source(source, architecture):
             check=True,
             timeout=60,
         ).stdout
+        ptx = "".join(path.read_text() for path in Path(folder).glob("*.ptx"))
     code = {
         name: int(size, 0)
         for size, name in re.findall(r":\s+\S+\s+(\S+)\s+FUNC\s.*\s(\S+)$", symbols, re.MULTILINE)
     }
-    return Compiled(result.stderr, code)
+    return Compiled(result.stderr, code, ptx)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
