@@ -341,7 +341,7 @@ _INTRODUCTION = f"""# Compatibility
 
 `python -m tests.compatibility` writes this page from the outcomes of the tests, which ran with
 Megatron-Core {VERSIONS[0]} under Python 3.11 and {VERSIONS[1]} under Python 3.12. All tests ran on
-CPU ranks: nothing has run on a GPU.
+CPU ranks; what has run on a GPU is in [results](results.md).
 
 - *works*: training with balancing equals training without balancing, or the property in the test's
   name holds.
