@@ -237,8 +237,6 @@ class Forward:
     gradients."""
     leaf: Tensor = field(init=False)
     """Where an edge begins that every whole backward of this forward reaches."""
-    is_held_back: bool = False
-    """Whether DDP hears of the mains' gradients at the join, and not when autograd has them."""
     delayed: list[Forward] | None = None
     """If weight gradients are delayed, takes this forward when its experts' backward is over. The
     layer calls `reduce_delayed` after the weight gradients."""
@@ -297,19 +295,24 @@ class Forward:
             self.is_sealed = False
             self.agreement.compare_sent(self.rows)
 
-    def join(self, hidden: Tensor, *, hold_back: bool = False) -> tuple[Tensor, Tensor]:
+    @property
+    def is_held_back(self) -> bool:
+        """Whether DDP hears of the mains' gradients at the join, and not when autograd has them."""
+        return self.is_joined and self.is_in_pieces
+
+    def join(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Make the point at which backward waits for the reduction, and gives the mains the sums.
 
         Returns the layer's input, and the edge for `materialized`, which has no elements. The
         backward of everything that is computed from the returned input runs beside the reduction.
-        `hold_back` is for fused gradients, and says that autograd cannot give the mains the sums:
-        the experts' backward is a piece by itself, or comes without weight gradients.
+        Of a backward in pieces autograd cannot give the mains the sums, so gradients are fused: the
+        experts' is a piece by itself, or comes without weight gradients.
         """
-        assert self.mains.fused or not hold_back, "autograd has the mains' own part"
-        self.is_joined, self.is_held_back = True, hold_back
+        assert self.mains.fused or not self.is_in_pieces, "autograd has the mains' own part"
+        self.is_joined = True
         edge = self.leaf = _edge(hidden)
-        mains = () if hold_back else self.mains.parameters()
-        if hold_back or hidden.requires_grad:
+        mains = () if self.is_held_back else self.mains.parameters()
+        if self.is_held_back or hidden.requires_grad:
             return OnBackward.apply(self._add_to_mains, (hidden, edge), hidden, edge, *mains)
         # The layer's input stays without a gradient: a checkpoint in the layer asks for it.
         (edge,) = OnBackward.apply(lambda _: self._add_to_mains(None)[1:], (edge,), edge, *mains)

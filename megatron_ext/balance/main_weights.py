@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -330,7 +331,7 @@ class MainWeights:
         """Return the parameters in a fixed order, as inputs for autograd."""
         return [parameter for segment in self._segments for parameter in segment.parameters()]
 
-    @property
+    @cached_property
     def grad_dtypes(self) -> tuple[torch.dtype | None, ...]:
         """Return the gradients' dtype by segment; None if no main of the segment gets a gradient.
 

@@ -206,6 +206,11 @@ class BalancedMoELayer(ObservedMoELayer):
         return bool(self.config.delay_wgrad_compute or self._are_beside_dispatch)
 
     @property
+    def is_in_pieces(self) -> bool:
+        """See `Forward.is_in_pieces`."""
+        return self.is_overlapped or self.has_delayed_gradients
+
+    @property
     def _are_beside_dispatch(self) -> bool:
         """Whether delayed gradients are computed beside the dispatch's backward."""
         # Megatron-Core before 0.17 has no such overlap.
@@ -298,11 +303,10 @@ class BalancedMoELayer(ObservedMoELayer):
         # A recomputed MoE layer has a backward of its own inside the transformer layer's backward,
         # and a parameter must get its whole gradient in one of the two.
         if self.layout.slots > 0 and torch.is_grad_enabled() and not self.moe_layer_recompute:
-            hold_back = self.is_overlapped or self.has_delayed_gradients
-            if hold_back and not self.expert_weights.mains().fused:
+            if self.is_in_pieces and not self.expert_weights.mains().fused:
                 return hidden_states
             self._forward = self.begin(hidden_states.device)
-            hidden_states, edge = self._forward.join(hidden_states, hold_back=hold_back)
+            hidden_states, edge = self._forward.join(hidden_states)
             # With the combined schedule, an edge would take the experts' backward on to the join.
             self._edge = None if self.is_overlapped else edge
         return hidden_states
@@ -346,11 +350,11 @@ class BalancedMoELayer(ObservedMoELayer):
         """
         if (of_first_pass := take(self)) is not None:
             # A join outside of the checkpoint may come before this pass, or never.
-            of_first_pass.is_joined = of_first_pass.is_held_back = False
+            of_first_pass.is_joined = False
             return of_first_pass
         balancer, mains = self.balancer_for(device)
         forward = balancer.new_forward(mains)
-        forward.is_in_pieces = self.is_overlapped or self.has_delayed_gradients
+        forward.is_in_pieces = self.is_in_pieces
         return forward
 
     def _plan(self, forward: Forward, chosen: Tensor, probs_dtype: torch.dtype) -> Tensor | None:

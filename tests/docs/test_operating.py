@@ -30,7 +30,7 @@ def quoted() -> list[str]:
 
 def test_messages_are_the_codes() -> None:
     code = said_by_the_code()
-    messages = [message.removeprefix("`").removesuffix("`") for message in quoted()]
+    messages = [message.strip("`") for message in quoted()]
     assert len(messages) > 30
     for message in messages:
         # In the code values may touch: what is `...` here may be several there.
