@@ -1,6 +1,6 @@
 """A plugin of pytest that says each failure when it happens, and how long each test took.
 
-A run on a lent machine may be ended at any time, and pytest explains failures in the end.
+A part of a first run may be ended by its time limit, and pytest explains failures in the end.
 Used by `-p tests.gpu.at_once -v`.
 """
 
