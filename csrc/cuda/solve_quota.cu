@@ -34,9 +34,10 @@ constexpr int kSteps = 4;        // of a binary search in one round: 15 tries
 constexpr int kStepsBeside = 3;  // of those beside the methods: 7 tries
 static_assert(kMethods + (1 << kStepsBeside) <= kWarps, "methods and steps in one round");
 
-// What a block sums up of all domains before it plans, and what it reached; in global memory.
+// What a block sums up of all domains before it plans. Where there is one domain, it lies where
+// tries will: read at once from global memory, what was just written there took a third of these
+// sums' time.
 struct Sums {
-    int64_t* reached;        // [1] the threshold of its plan
     int64_t* expert_load;    // [E]
     int64_t* home_load;      // [R]
     int32_t* busiest_first;  // [R], counted within the domain
@@ -47,20 +48,22 @@ struct Sums {
     __host__ __device__ int64_t lay_out(char* memory, const QuotaProblem& problem) {
         const int64_t ranks = problem.num_ranks;
         const int64_t experts = problem.num_experts;
-        reached = reinterpret_cast<int64_t*>(memory);
-        expert_load = reached + 1;
+        expert_load = reinterpret_cast<int64_t*>(memory);
         home_load = expert_load + experts;
         busiest_first = reinterpret_cast<int32_t*>(home_load + ranks);
         hottest_first = busiest_first + ranks;
         busier = hottest_first + experts;
         place = busier + experts;
-        return (8 * (1 + experts + ranks) + 8 * (ranks + experts) + 15) / 16 * 16;
+        return (8 * (experts + ranks) + 8 * (ranks + experts) + 15) / 16 * 16;
     }
 };
 
 __host__ __device__ int64_t sums_bytes(const QuotaProblem& problem) {
     return Sums{}.lay_out(nullptr, problem);
 }
+
+// A block's part of the workspace: what it reached, its sums, and tries in global memory.
+constexpr int64_t kReachedBytes = 16;
 
 __host__ __device__ int64_t num_domains(const QuotaProblem& problem) {
     return problem.num_ranks / problem.nvlink_domain;
@@ -88,32 +91,28 @@ __device__ Domain<int64_t> domain_of(const QuotaProblem& problem,
 
 extern __shared__ float4 dynamic_memory[];
 
-// Call `found(index, place)` for each index, with its place by falling value. Neighboring lanes
-// compare an index with a part of the others each. By the whole block.
-//   count_before(i, part, parts)  how many of the indices of a part come before i
-template <class CountBefore, class Found>
-__device__ void for_each_place(int count, CountBefore count_before, Found found) {
-    int parts = DeviceWarp::kLanes;
-    while (parts > 1 && parts * count > kThreads) parts /= 2;
-    const int thread = static_cast<int>(threadIdx.x);
+// Call `found(index, sum)` for each index. Neighboring lanes sum a part each. By the whole block.
+//   sum_part(i, part, parts)  what a part has for an index
+template <class SumPart, class Found>
+__device__ void for_each_sum(int count, SumPart sum_part, Found found) {
+    int shift = 5;  // 2^shift parts, at most as many as lanes
+    while (shift > 0 && count << shift > kThreads) --shift;
+    const int parts = 1 << shift;
+    const int part = static_cast<int>(threadIdx.x) & (parts - 1);
     MEGATRON_EXT_ROLLED
-    for (int first = 0; first < count; first += kThreads / parts) {
-        const int i = first + thread / parts;
-        int place = i < count ? count_before(i, thread % parts, parts) : 0;
+    for (int first = 0; first < count; first += kThreads >> shift) {
+        const int i = first + static_cast<int>(threadIdx.x >> shift);
+        auto sum = i < count ? sum_part(i, part, parts) : 0;
         MEGATRON_EXT_ROLLED
         for (int distance = 1; distance < parts; distance *= 2) {
-            place += __shfl_xor_sync(DeviceWarp::kAll, place, distance);
+            sum += __shfl_xor_sync(DeviceWarp::kAll, sum, distance);
         }
-        if (i < count && thread % parts == 0) found(i, place);
+        if (i < count && part == 0) found(i, sum);
     }
 }
 
-// Values above inverted indices, in shared memory: of two words the higher one comes first.
-struct alignas(16) FourWords {
-    uint32_t each[4];
-};
-
-// Whether values and indices fit such words.
+// Whether values and indices fit words in shared memory, values above inverted indices: of two
+// words the higher one comes first.
 __device__ bool fits_words(int64_t value) { return value < int64_t{1} << (32 - kIndexBits); }
 constexpr int kMostWords = 1 << kIndexBits;
 
@@ -128,7 +127,7 @@ __device__ void sort_falling(const int64_t* value, int count, bool in_words, Fou
             for (int j = part; j < count; j += parts) before += comes_first(value[j], j, own, i);
             return before;
         };
-        for_each_place(count, count_before, found);
+        for_each_sum(count, count_before, found);
         return;
     }
     auto* const words = reinterpret_cast<uint32_t*>(dynamic_memory);
@@ -152,7 +151,7 @@ __device__ void sort_falling(const int64_t* value, int count, bool in_words, Fou
         }
         return before;
     };
-    for_each_place(count, count_before, found);
+    for_each_sum(count, count_before, found);
     __syncthreads();  // The words may be overwritten.
 }
 
@@ -208,11 +207,12 @@ struct SharedMemory {
     __device__ void copy(const DomainSizes<Amount>& sizes, const Domain<int64_t>& domain) const {
         if (threadIdx.x == 0) placed() = {sizes, /*is_stopped=*/0};
         copy_loads(domain, loads(), loads() + kMostExperts, order());
-        // Of ranks that there are not, collectives read what they ignore: it has to be an index.
+        __syncthreads();  // The sums may be overwritten.
+        // Of ranks and replicas that there are not, lanes read what they ignore: it has to be an
+        // index.
         auto* const own = reinterpret_cast<float4*>(memory(DeviceWarp::warp()));
         MEGATRON_EXT_ROLLED
-        for (int i = DeviceWarp::lane(); i < TryMemory<Amount>::bytes(kRanks, 0, 0) / 16;
-             i += DeviceWarp::kLanes) {
+        for (int i = DeviceWarp::lane(); i < try_bytes() / 16; i += DeviceWarp::kLanes) {
             own[i] = float4{};
         }
     }
@@ -229,6 +229,11 @@ struct SharedMemory {
 
     __device__ void stop() const { set_flag(placed().is_stopped); }
     __device__ bool is_stopped() const { return is_set(placed().is_stopped); }
+
+    // For a block's sums, until loads are copied. Behind the words that are sorted.
+    __device__ static char* place_of_sums() {
+        return memory() + kTries + kMostWords * sizeof(uint32_t);
+    }
 
   private:
     struct Placed {
@@ -271,6 +276,12 @@ struct GlobalMemory {
             placed().is_stopped = 0;
             placed().domain = {sizes, expert_load, home_load, domain.busiest_first};
         }
+        __syncthreads();
+        const auto& own = arrays();
+        MEGATRON_EXT_ROLLED
+        for (int i = DeviceWarp::lane(); i < domain.ranks * domain.slots; i += DeviceWarp::kLanes) {
+            own.expert[i] = own.giver[i] = 0;  // Lanes read them where there is no replica, too.
+        }
     }
 
     __device__ const Domain<Amount>& domain() const { return placed().domain; }
@@ -296,7 +307,8 @@ __host__ __device__ int64_t block_bytes(const QuotaProblem& problem) {
     const int64_t experts = ranks * mains_of(problem);
     const int64_t each = TryMemory<int64_t>::bytes(
         static_cast<int>(ranks), static_cast<int>(experts), static_cast<int>(problem.num_slots));
-    return sums_bytes(problem) + (8 * (ranks + experts) + 15) / 16 * 16 + (kWarps + 1) * each;
+    return kReachedBytes + sums_bytes(problem) + (8 * (ranks + experts) + 15) / 16 * 16 +
+           (kWarps + 1) * each;
 }
 
 template <class TheMemory>
@@ -318,7 +330,7 @@ class BlockPlanner {
                             int64_t tolerance_ppm,
                             const Domain<int64_t>& domain,
                             typename Warp::Memory memory)
-        : verdicts_(verdicts), tolerance_ppm_(tolerance_ppm), domain_(domain), memory_(memory) {
+        : verdicts_(verdicts), tolerance_ppm_(tolerance_ppm), memory_(memory) {
         memory.copy({domain.ranks,
                      domain.mains,
                      domain.slots,
@@ -331,9 +343,10 @@ class BlockPlanner {
 
     // Returns whether there is a plan better than no balancing.
     __device__ __noinline__ bool search(int64_t target, int64_t start, int64_t* reached) {
-        *reached = domain_.before();
-        if (*reached <= start || domain_.slots == 0) return false;
-        WorkLeft left{work_budget(domain_.ranks, domain_.mains)};
+        const auto& domain = memory_.domain();
+        *reached = domain.before();
+        if (*reached <= start || domain.slots == 0) return false;
+        WorkLeft left{work_budget(domain.ranks, domain.mains)};
         PublishedSearch published(target, *reached);
         if (reach(start, left, &published)) {
             *reached = start;
@@ -390,15 +403,16 @@ class BlockPlanner {
                                        WorkLeft& left,
                                        const PublishedSearch* beside) {
         const auto method = static_cast<Method>(warp_idx());
+        const auto& domain = memory_.domain();
         const auto run_here = [&] {
             return run(threshold,
                        method,
-                       work_at_start(method, domain_.ranks, domain_.mains),
+                       work_at_start(method, domain.ranks, domain.mains),
                        restarts_at_start(method));
         };
         WorkLeft then = left;  // what the host would have left
         bool decided = false;
-        if (domain_.even) {
+        if (domain.even) {
             if (method == Method::kFill) run_here();
             __syncthreads();
             decided = then.pays_for(verdict_of(Method::kFill));
@@ -414,7 +428,7 @@ class BlockPlanner {
         }
         int chosen = -1;
         const bool reached = choose_at_start(
-            domain_.even,
+            domain.even,
             left,
             [&](Method method) { return verdict_of(method); },
             [&](Method method) { chosen = static_cast<int>(method); });
@@ -480,31 +494,28 @@ class BlockPlanner {
         if (warp < 0) return;
         const auto& plan = memory_.of(warp);
         const auto& best = memory_.of(kBest);
+        const auto& domain = memory_.domain();
         MEGATRON_EXT_ROLLED
-        for (int i = thread(); i < domain_.ranks * domain_.slots; i += kThreads) {
+        for (int i = thread(); i < domain.ranks * domain.slots; i += kThreads) {
             best.expert[i] = plan.expert[i];
             best.amount[i] = plan.amount[i];
         }
         MEGATRON_EXT_ROLLED
-        for (int r = thread(); r < domain_.ranks; r += kThreads) best.held[r] = plan.held[r];
+        for (int r = thread(); r < domain.ranks; r += kThreads) best.held[r] = plan.held[r];
         __syncthreads();
     }
 
     Verdict* const verdicts_;
     const int64_t tolerance_ppm_;
-    const Domain<int64_t>& domain_;
     const typename Warp::Memory memory_;
 };
 
 // Write the domain's best plan; if none was found, that of no balancing.
 template <class Memory>
-__device__ __noinline__ void write_plan(const Domain<int64_t>& domain,
-                                        Memory tries,
-                                        bool found,
-                                        int ranks,
-                                        int64_t* quota,
-                                        int32_t* slots) {
+__device__ __noinline__ void write_plan(
+    Memory tries, bool found, int ranks, int64_t* quota, int32_t* slots) {
     const int thread = static_cast<int>(threadIdx.x);
+    const auto& domain = tries.domain();
     const int first_rank = static_cast<int>(blockIdx.x) * domain.ranks;
     const int first_expert = first_rank * domain.mains;
     int64_t* rows = quota + static_cast<int64_t>(first_expert) * ranks;
@@ -546,7 +557,7 @@ template <class Memory>
 __device__ void plan_domain(const QuotaProblem& problem,
                             int64_t tolerance_ppm,
                             const Domain<int64_t>& domain,
-                            const Sums& sums,
+                            int64_t* reached_here,
                             Memory tries,
                             int64_t target,
                             int64_t start,
@@ -561,13 +572,13 @@ __device__ void plan_domain(const QuotaProblem& problem,
         int64_t reached;
         found = planner.search(target, start, &reached);
         // Of the first launch only: blocks of the second read it, at any time.
-        if (thread == 0) *sums.reached = reached;
+        if (thread == 0) *reached_here = reached;
     } else if (domain.before() > worst) {
         WorkLeft left{work_budget(domain.ranks, domain.mains)};
         found = planner.reach(worst, left, nullptr);
         if (!found) return;
     }
-    write_plan(domain, tries, found, static_cast<int>(problem.num_ranks), quota, slots);
+    write_plan(tries, found, static_cast<int>(problem.num_ranks), quota, slots);
 }
 
 // The bounds of all domains that fall to a warp, or `least` if that is more.
@@ -587,7 +598,8 @@ __device__ __noinline__ int64_t bound_of_warp(Warp warp,
                                                 domain,
                                                 sums.hottest_first + d * domain.experts(),
                                                 sums.busier + d * domain.experts());
-        if (d % kWarps == warp_idx) bound = larger(bound, bounds.by_receivers());
+        // The last warps have the least to do behind it.
+        if (d % kWarps == kWarps - 1 - warp_idx) bound = larger(bound, bounds.by_receivers());
         MEGATRON_EXT_ROLLED
         for (int k = 1 + warp_idx; k <= domain.ranks; k += kWarps) {
             bound = bounds.by_senders(k, bound);
@@ -604,7 +616,7 @@ __device__ int64_t sum_column(const int64_t* load,
                               int64_t ranks,
                               int64_t step) {
     int64_t sum = 0;
-#pragma unroll 16  // reads in flight at once
+#pragma unroll 32  // reads in flight at once
     for (int64_t r = first; r < ranks; r += step) sum += load[r * load_stride + expert];
     return sum;
 }
@@ -632,7 +644,9 @@ __global__ __launch_bounds__(kSumThreads) void sum_columns_kernel(QuotaProblem p
     int64_t sum = 0;
     for (int w = 0; w < kSumWarps; ++w) sum += parts[w][lane];
     Sums sums;
-    sums.lay_out(workspace + blockIdx.y * num_domains(problem) * block_bytes(problem), problem);
+    sums.lay_out(
+        workspace + blockIdx.y * num_domains(problem) * block_bytes(problem) + kReachedBytes,
+        problem);
     sums.expert_load[e] = sum;
 }
 
@@ -704,22 +718,29 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
         return workspace +
                (static_cast<int64_t>(blockIdx.y) * num_domains + d) * block_bytes(problem);
     };
-    char* memory = memory_of(own);
+    auto* const reached = reinterpret_cast<int64_t*>(memory_of(own));
+    char* memory = memory_of(own) + kReachedBytes;
+    char* tries = memory + sums_bytes(problem);
+    constexpr bool kInShared = !std::is_same<Memory, GlobalMemory>::value;
     Sums sums;
-    char* tries = memory + sums.lay_out(memory, problem);
+    if constexpr (kInShared) {
+        if (num_domains == 1) memory = Memory::place_of_sums();
+    }
+    sums.lay_out(memory, problem);
 
     if (num_domains > 1) {  // sum_columns_kernel has left them with the first block
         Sums first;
-        first.lay_out(memory_of(0), problem);
+        first.lay_out(memory_of(0) + kReachedBytes, problem);
         sums.expert_load = first.expert_load;
     } else {
-        MEGATRON_EXT_ROLLED
-        for (int64_t e = thread; e < experts; e += kThreads) {
-            sums.expert_load[e] = sum_column(load, load_stride, e, 0, ranks, 1);
-        }
+        for_each_sum(
+            static_cast<int>(experts),
+            [&](int e, int part, int parts) -> long long {
+                return sum_column(load, load_stride, e, part, ranks, parts);
+            },
+            [&](int e, int64_t sum) { sums.expert_load[e] = sum; });
         __syncthreads();
     }
-    constexpr bool kInShared = !std::is_same<Memory, GlobalMemory>::value;
     if (!again) sum_domains(problem, sums, num_domains, kInShared);
     if (thread == 0) domain = domain_of(problem, sums, own, tolerance_ppm == 0);
     __syncthreads();
@@ -733,7 +754,7 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
         for (int d = 0; d < num_domains; ++d) {
             worst = larger(worst, *reinterpret_cast<const int64_t*>(memory_of(d)));
         }
-        if (*sums.reached == worst) return;
+        if (*reached == worst) return;
     }
     const int64_t target = target_load(total, ranks, tolerance_ppm);
     int64_t start = target;
@@ -747,15 +768,14 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
                                     : bound(DeviceLanes<int64_t>{});
         if (DeviceWarp::lane() == 0) bounds[warp_idx] = of_warp;
         __syncthreads();
-        MEGATRON_EXT_ROLLED
-        for (int w = 0; w < kWarps; ++w) start = larger(start, bounds[w]);
+        start = larger(start, wide.best(kWarps, [&](int w) -> int64_t { return bounds[w]; }).key);
     }
 
     int64_t* quota = quotas + plan_idx * experts * ranks;
     int32_t* held = slots + plan_idx * ranks * problem.num_slots;
     const auto plan = [&](auto memory) {
         plan_domain(
-            problem, tolerance_ppm, domain, sums, memory, target, start, worst, quota, held);
+            problem, tolerance_ppm, domain, reached, memory, target, start, worst, quota, held);
     };
     if constexpr (kInShared) {
         if (is_narrow(domain.before(), problem.min_quota)) {

@@ -513,7 +513,7 @@ struct CountingWarp {
         return best;
     }
 
-    template <class Function>
+    template <bool kMostlyOne = false, class Function>
     Best<Value> best_of_few(int count, Function key_of) const {
         if constexpr (!kNarrow) return best(count, key_of);
         counted.spend(kBegin, kLoops, kIssueBegin);

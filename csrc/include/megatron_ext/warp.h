@@ -102,7 +102,7 @@ struct HostWarp {
     }
 
     // The same of at most 2^kIndexBits indices, and keys below 2^(32 - kIndexBits) in 32 bits.
-    template <class Function>
+    template <bool kMostlyOne = false, class Function>
     Best<Value> best_of_few(int count, Function key_of) const {
         return best(count, key_of);
     }
@@ -149,9 +149,6 @@ struct HostWarp {
     template <int kMost = 0>
     void sort_rising(int count, const Value* keys, int32_t* order) const {
         std::iota(order, order + count, 0);
-        // Those at the end with the highest key are where they belong.
-        const Value most = *std::max_element(keys, keys + count);
-        while (count > 0 && keys[count - 1] == most) --count;
         std::sort(order, order + count, [&](int32_t i, int32_t j) {
             return keys[i] < keys[j] || (keys[i] == keys[j] && i < j);
         });
@@ -165,6 +162,11 @@ struct HostWarp {
 };
 
 #ifdef __CUDACC__
+
+// Words that one instruction reads from shared memory.
+struct alignas(16) FourWords {
+    uint32_t each[4];
+};
 
 struct DeviceWarp {
     static constexpr unsigned kAll = 0xffffffffu;
@@ -211,16 +213,25 @@ struct DeviceLanes : DeviceWarp {
         }
     }
 
-    template <class Function>
+    // kMostlyOne: whether the first round, of one index a lane, is written out before a loop.
+    template <bool kMostlyOne = false, class Function>
     __device__ Best<Value> best_of_few(int count, Function key_of) const {
         if constexpr (kNarrow) {
             constexpr int kLast = (1 << kIndexBits) - 1;
-            uint32_t word = 0;
-#pragma unroll 1
-            for (int i = lane(); i < count; i += kLanes) {
+            const auto own_word = [&](int i) -> uint32_t {
                 const Value key = key_of(i);
-                const uint32_t own = static_cast<uint32_t>(key) << kIndexBits | (kLast - i);
-                word = key > 0 && own > word ? own : word;
+                return key > 0 ? static_cast<uint32_t>(key) << kIndexBits | (kLast - i) : 0;
+            };
+            int i = lane();
+            uint32_t word = 0;
+            if constexpr (kMostlyOne) {
+                word = i < count ? own_word(i) : 0;
+                i += kLanes;
+            }
+#pragma unroll 1
+            for (; i < count; i += kLanes) {
+                const uint32_t own = own_word(i);
+                word = own > word ? own : word;
             }
             word = __reduce_max_sync(kAll, word);
             if (word == 0) return {};
@@ -316,8 +327,8 @@ struct DeviceLanes : DeviceWarp {
         if constexpr (kFitsWord<kMost>) {
             auto* const words = reinterpret_cast<uint32_t*>(scratch);
             constexpr int kEach = kMost / kLanes;
-            constexpr int kAtOnce = 16;
             uint32_t own[kEach], bound[kEach], lowest_above[kEach];
+            uint32_t most_word = 0;
             __syncwarp();
             pair.values = 0;
 #pragma unroll
@@ -326,24 +337,39 @@ struct DeviceLanes : DeviceWarp {
                 const Value value = values[i];
                 const bool counts = i < count && value > 0 && value < most;
                 own[k] = counts ? word_of(value, i) : 0;
-                // The lowest word from a bound on: words below it wrap around.
-                bound[k] = word_of(whole - value > 1 ? whole - value : 1, 0);
-                lowest_above[k] = kAll;
-                const unsigned counting = __ballot_sync(kAll, counts);
-                const unsigned before = counting & ((1u << lane()) - 1);
-                if (counts) words[pair.values + __popc(before)] = own[k];
-                pair.values += __popc(counting);
+                most_word = own[k] > most_word ? own[k] : most_word;
+                pair.values += __popc(__ballot_sync(kAll, counts));
             }
-            if (lane() < kAtOnce) words[pair.values + lane()] = 0;
+            // What is too little with the highest one is too little with any.
+            const Value most_value = value_of(__reduce_max_sync(kAll, most_word));
+            const uint32_t least = word_of(whole - most_value > 1 ? whole - most_value : 1, 0);
+            int found = 0;
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) {
+                const unsigned partners = __ballot_sync(kAll, own[k] >= least);
+                const unsigned before = partners & ((1u << lane()) - 1);
+                if (own[k] >= least) words[found + __popc(before)] = own[k];
+                found += __popc(partners);
+            }
+            if (found < 2) return pair;
+            constexpr int kAtOnce = 4;
+            if (lane() < kAtOnce) words[found + lane()] = 0;
             __syncwarp();
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) {
+                // The lowest word from a bound on: words below it wrap around.
+                const Value rest = whole - value_of(own[k]);
+                bound[k] = word_of(rest > 1 ? rest : 1, 0);
+                lowest_above[k] = kAll;
+            }
 #pragma unroll 1
-            for (int first = 0; first < pair.values; first += kAtOnce) {
+            for (int first = 0; first < found; first += kAtOnce) {
+                const auto four = *reinterpret_cast<const FourWords*>(words + first);
 #pragma unroll
                 for (int j = 0; j < kAtOnce; ++j) {
-                    const uint32_t word = words[first + j];
 #pragma unroll
                     for (int k = 0; k < kEach; ++k) {
-                        const uint32_t above = word - bound[k];
+                        const uint32_t above = four.each[j] - bound[k];
                         lowest_above[k] = above < lowest_above[k] ? above : lowest_above[k];
                     }
                 }
@@ -544,15 +570,15 @@ struct DeviceLanes : DeviceWarp {
                 Exchange<Value> each[kAtOnce];
 #pragma unroll
                 for (int k = 0; k < kAtOnce; ++k) {
-                    const int i = first + k * kLanes;
-                    if (i < count) each[k] = exchange_of(i);
+                    each[k] = exchange_of(first + k * kLanes);
                 }
 #pragma unroll
                 for (int k = 0; k < kAtOnce; ++k) {
                     const int i = first + k * kLanes;
-                    if (each[k].forth > 0)
+                    if ((i < count) & (each[k].forth > 0)) {
                         atomicMax(&words[each[k].to], word(each[k].forth, 2 * i));
-                    if (each[k].back > 0) {
+                    }
+                    if ((i < count) & (each[k].back > 0)) {
                         atomicMax(&words[each[k].from], word(each[k].back, 2 * i + 1));
                     }
                 }
@@ -667,16 +693,20 @@ struct DeviceLanes : DeviceWarp {
 
     __device__ static Value lowest(Value value) { return -highest(-value); }
 
-    __device__ __noinline__ static int64_t sum_of_lanes(long long own) {
+    __device__ static int64_t sum_of_lanes(long long own) {
         if constexpr (kNarrow) {
             return __reduce_add_sync(kAll, static_cast<int>(own));
         } else {
-#pragma unroll 1
-            for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-                own += __shfl_xor_sync(kAll, own, distance);
-            }
-            return own;
+            return sum_by_shuffles(own);
         }
+    }
+
+    __device__ __noinline__ static int64_t sum_by_shuffles(long long own) {
+#pragma unroll 1
+        for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+            own += __shfl_xor_sync(kAll, own, distance);
+        }
+        return own;
     }
 };
 

@@ -90,7 +90,14 @@ class Attempt {
         const Amount room_there = at.room[domain.busiest_first[ranks - 1]];
         const Amount most_room = room_there > 0 ? room_there : 1;
         const Amount last = domain.before();  // no key of a rank that has to shed is above it
-        warp.for_each(ranks, [&](int i) {
+        // Behind the last rank that has to shed, ranks stay where they are.
+        const int count =
+            moves_
+                .best_rank([&](int i) -> Amount {
+                    return i < ranks && at.room[domain.busiest_first[i]] < 0 ? i + 1 : 0;
+                })
+                .key;
+        warp.for_each(count, [&](int i) {
             const Amount excess = -at.room[domain.busiest_first[i]];
             if (excess <= 0) {
                 at.wider[i] = last;
@@ -102,8 +109,9 @@ class Attempt {
                 at.wider[i] = 1 + (method == Method::kRising ? excess : excess % most_room);
             }
         });
-        warp.template sort_rising<Moves<Warp>::kRanks>(ranks, at.wider, at.step);
-        warp.for_each(ranks, [&](int i) { at.order[i] = domain.busiest_first[at.step[i]]; });
+        warp.template sort_rising<Moves<Warp>::kRanks>(count, at.wider, at.step);
+        warp.for_each(
+            ranks, [&](int i) { at.order[i] = domain.busiest_first[i < count ? at.step[i] : i]; });
         moves_.spend(4 * rounds_of(ranks));
     }
 

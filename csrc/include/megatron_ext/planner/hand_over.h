@@ -58,11 +58,10 @@ class HandOver {
                 return true;
             }
             if (++tried == kTries && !may_spare(sender, count, key_of)) {
-                auto left = static_cast<int>(warp.sum(count, [&](int g) -> int64_t {
+                const auto left = static_cast<int>(warp.sum(count, [&](int g) -> int64_t {
                     return key_of(g) > 0 && (g == 0 || host_of(g - 1) != host_of(g));
                 }));
-                MEGATRON_EXT_ROLLED
-                while (left-- > 0 && !moves_.is_spent()) moves_.spend(each);
+                moves_.spend_until_spent(left, each);
                 return false;
             }
         }

@@ -185,7 +185,7 @@ class Moves {
     // The main with the highest key above 0, counted within a rank's; the lowest of equals.
     template <class Function>
     MEGATRON_EXT_HOST_DEVICE Best<Amount> best_main(Function key_of) const {
-        return warp_.best_of_few(domain().mains, key_of);
+        return warp_.template best_of_few</*kMostlyOne=*/true>(domain().mains, key_of);
     }
 
     // The rank with the highest key above 0, the lowest of equals.
@@ -244,6 +244,15 @@ class Moves {
     MEGATRON_EXT_HOST_DEVICE static Amount most(Amount a, Amount b) { return a > b ? a : b; }
 
     MEGATRON_EXT_HOST_DEVICE void spend(int32_t rounds) { work_ += rounds; }
+    // So many times, or until it is spent.
+    MEGATRON_EXT_HOST_DEVICE void spend_until_spent(int32_t times, int32_t rounds) {
+        if (int64_t{times} * rounds < work_limit_ - work_) {
+            spend(times * rounds);
+            return;
+        }
+        MEGATRON_EXT_ROLLED
+        for (; times > 0 && !is_spent(); --times) spend(rounds);
+    }
     MEGATRON_EXT_HOST_DEVICE int32_t work() const { return work_; }
     MEGATRON_EXT_HOST_DEVICE bool is_spent() const { return work_ >= work_limit_; }
     // Whether a try beside this one has shown that it is not needed.

@@ -187,27 +187,39 @@ class FlatPaths {
         const auto two = warp.template best_two<kRanks>(ranks, new_from);
         const auto first = two.first;
         const auto second = two.second;
+        const auto hot_of = [&](int r) { return r < 0 ? -1 : at.hottest[r]; };
+        const int first_main = hot_of(first.index);
+        const int second_main = hot_of(second.index);
+        const int steps = first_new_step(moves);
+        // No branches: lanes would wait for what they read one after the other.
         const auto new_for = [&](int t) -> Offer<Amount> {
-            if (!moves.can_take(t) || first.index < 0 || first.index == t) return {};
-            if (moves.find_slot(t, at.hottest[first.index]) < 0) {
-                return {first.key, first_new_step(moves) + first.index};
+            const int held = at.held[t];
+            bool has_first = false;
+            bool has_second = false;
+            MEGATRON_EXT_ROLLED
+            for (int k = 0; k < slots; ++k) {
+                const int e = at.expert[t * slots + k];
+                has_first |= (k < held) & (e == first_main);
+                has_second |= (k < held) & (e == second_main);
             }
-            if (second.index < 0 || second.index == t ||
-                moves.find_slot(t, at.hottest[second.index]) >= 0) {
-                return {};
-            }
-            return {second.key, first_new_step(moves) + second.index};
+            const bool is_host = (held < slots) & (first.index >= 0) & (first.index != t);
+            const bool by_first = is_host & !has_first;
+            const bool by_second =
+                is_host & has_first & !has_second & (second.index >= 0) & (second.index != t);
+            return {by_first    ? first.key
+                    : by_second ? second.key
+                                : 0,
+                    steps + (by_first ? first.index : second.index)};
         };
         // What each replica lets through, both ways: it grows from its giver to its holder, or its
         // holder gives back.
         const auto by_replica = [&](int i) -> Exchange<Amount> {
             const int t = moves.domain().rank_of(i);
-            if (i - t * slots >= at.held[t]) return {};
             const int v = at.giver[i];
-            return {v,
-                    t,
-                    moves.least(at.width[v], at.kept[at.expert[i]]),
-                    moves.least(at.width[t], at.amount[i])};
+            const Amount forth = moves.least(at.width[v], at.kept[at.expert[i]]);
+            const Amount back = moves.least(at.width[t], at.amount[i]);
+            const bool is_there = i - t * slots < at.held[t];
+            return {v, t, is_there ? forth : 0, is_there ? back : 0};
         };
         return warp.template take_offers<kRanks>(
             ranks, new_for, ranks * slots, by_replica, at.width, at.step, at.wider, at.words);

@@ -18,8 +18,8 @@ MEGATRON_EXT_ONCE_IN_CODE bool shed_to_roomiest(Moves<Warp>& moves) {
         const int rank = domain.busiest_first[i];
         if (at.room[rank] >= 0) return true;
         if (moves.is_stopped()) return false;
-        // Counted here, and not read as -at.room[rank] where it is needed: ptxas 13.0 loses the minus
-        // of one of three numbers whose least it looks for, and then no replica is made.
+        // Counted here, and not read as -at.room[rank] where it is needed: ptxas 13.0 loses the
+        // minus of one of three numbers whose least it looks for, and then no replica is made.
         Amount whole = -at.room[rank];
         int expert = -1;
         MEGATRON_EXT_ROLLED

@@ -35,6 +35,10 @@ MEGATRON_EXT_ONCE_IN_CODE inline int64_t share_of(int64_t number, int64_t part, 
     return share < number ? static_cast<int64_t>(share) : number;
 }
 
+MEGATRON_EXT_HOST_DEVICE inline int64_t mean_rounded_up(int64_t total, int64_t ranks) {
+    return total / ranks + (total % ranks != 0);
+}
+
 // Busiest rank's load that is within the tolerance where `ranks` ranks share `total`. Rounded down,
 // so that reaching it means being within the tolerance; nothing is below the mean rounded up. Above
 // the total nothing needs to move, so the cut keeps its meaning.
@@ -42,8 +46,8 @@ MEGATRON_EXT_HOST_DEVICE inline int64_t target_load(int64_t total,
                                                     int64_t ranks,
                                                     int64_t tolerance_ppm) {
     constexpr int64_t kMillion = 1'000'000;
-    const int64_t mean_rounded_up = total / ranks + (total % ranks != 0);
-    return larger(share_of(total, kMillion + tolerance_ppm, ranks * kMillion), mean_rounded_up);
+    return larger(share_of(total, kMillion + tolerance_ppm, ranks * kMillion),
+                  mean_rounded_up(total, ranks));
 }
 
 // Whether (load a, index i) comes before (load b, index j) by falling load.
@@ -88,7 +92,7 @@ class DomainBound {
             });
             return room >= cut(excess);
         };
-        int64_t low = target_load(total, ranks, 0);
+        int64_t low = mean_rounded_up(total, ranks);
         int64_t high = domain_.before();
         if (low < high && can_compute(low)) return low;
         MEGATRON_EXT_ROLLED

@@ -19,22 +19,24 @@ class Shedding {
         : moves_(moves), chain_(moves), pairs_(pairs) {}
 
     // Bring `rank` down to what it may keep; false if nothing relieves it, or the work is spent.
-    MEGATRON_EXT_ONCE_IN_CODE bool relieve(int rank) {
+    MEGATRON_EXT_HOST_DEVICE bool relieve(int rank) {
         const auto& at = moves_.at();
         Amount whole = -at.room[rank];
         Best<Amount> hot = moves_.hottest(rank);
+        bool is_new = at.sends[rank] == 0;  // None of its mains has a replica.
         MEGATRON_EXT_ROLLED
         while (whole > 0) {
             if (moves_.is_spent()) return false;
             moves_.spend(8 * rounds_of(moves_.domain().ranks));
             // A replica that must carry more than the excess may: nobody is hurt by room.
             const Amount needed = moves_.most(whole, moves_.domain().min_quota);
+            const Best<Amount> expert{is_new ? -1 : hot.index, hot.key};
             int host = -1;
             Amount piece = needed;
             if (hot.key >= needed) {
-                host = moves_.tightest_host(hot.index, needed);
+                host = moves_.tightest_host(expert.index, needed);
                 if (host < 0 && pairs_) {
-                    const Pair pair = moves_.tightest_pair(hot.index, needed, whole);
+                    const Pair pair = moves_.tightest_pair(expert.index, needed, whole);
                     moves_.spend(6 * rounds_of(pair.values));
                     host = pair.higher;
                     if (host >= 0) piece = at.room[host];
@@ -42,7 +44,7 @@ class Shedding {
             }
             if (host < 0) {
                 // The largest piece, unless a chain carries more.
-                host = host_of_largest_piece(hot, whole);
+                host = host_of_largest_piece(expert, whole);
                 piece = host < 0 ? 0 : moves_.least(moves_.least(hot.key, at.room[host]), whole);
                 const bool is_moved = piece < whole && moves_.is_any_roomier(piece) &&
                                       chain_.move(rank, whole, piece);
@@ -50,11 +52,13 @@ class Shedding {
                     if (!is_moved && !swap(rank, whole)) return false;
                     whole = -at.room[rank];
                     hot = moves_.hottest(rank);
+                    is_new = false;
                     continue;
                 }
             }
             hot = moves_.add_here(rank, hot.index, host, piece);
             whole -= piece;
+            is_new = false;
         }
         return true;
     }
@@ -64,7 +68,8 @@ class Shedding {
     MEGATRON_EXT_ONCE_IN_CODE int host_of_largest_piece(Best<Amount> expert, Amount whole) const {
         const Amount most = moves_.least(expert.key, whole);
         if (most < moves_.least_room()) return -1;
-        const int tightest = moves_.tightest_host(expert.index, most);
+        // Whether one takes the whole excess was asked before: none does.
+        const int tightest = most < whole ? moves_.tightest_host(expert.index, most) : -1;
         return tightest >= 0 ? tightest : moves_.roomiest_host_below(expert.index, most);
     }
 
