@@ -23,6 +23,7 @@ from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.ranks.launch import launch_ranks
 from tests.gpu.first_run import __main__ as first_run
 from tests.gpu.first_run import (
+    abort,
     failing_rank,
     links,
     litmus,
@@ -210,7 +211,7 @@ def test_ranks_that_are_streams_have_a_queue_each() -> None:
 def test_ranks_share_a_gpu_where_there_is_one_only() -> None:
     shared = [part for part in parts(1) if part.name.startswith("one_gpu")]
     names = [part.name for part in shared]
-    for asked in ("parity_ep2", "parity_ep4", "failing_rank", "beside", "te_parity_ep2"):
+    for asked in ("parity_ep2", "parity_ep4", "failing_rank", "abort", "beside", "te_parity_ep2"):
         assert f"one_gpu_{asked}" in names
     assert all(part.gpus == 1 for part in shared)
     assert {part.name for part in parts(1) if part.shares_gpu} == {*names, "processes"}
@@ -697,6 +698,17 @@ def test_parity_holds_on_cpu_ranks(
     row = parity.measure(2, 1, 12, overrides)
     assert (row["EP"], row["steps"]) == (2, 12)
     assert parity.is_right(row), row
+
+
+@pytest.mark.slow
+@on_a_cpu
+def test_a_step_that_is_left_can_be_repeated(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    abort.run(2, [*small(data, tmp_path), "steps=8"], tmp_path)
+    out = capfd.readouterr().out
+    assert all(f"left in {name}: all" in out for name in abort.LEFT_IN)
 
 
 @pytest.mark.slow

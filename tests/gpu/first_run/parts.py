@@ -221,6 +221,13 @@ def _ranks_on_one_gpu() -> list[Part]:
             shares_gpu=True,
         ),
         Part(
+            "one_gpu_abort",
+            "all ranks leave a step while replicas move, and repeat it: equal gradients",
+            _python("-m", "tests.gpu.first_run.abort", "--ranks", "2", KERNELS),
+            180,
+            shares_gpu=True,
+        ),
+        Part(
             "one_gpu_beside",
             "replicas move beside copies to and from the host",
             _python(
