@@ -60,7 +60,15 @@ try put aside what their callers keep in registers. Its inner functions spill no
 def test_the_planners_inner_functions_spill_nothing():
     """What runs for every replica, where it runs in shared memory."""
     lines = compile_source(PLANNER, BINARIES[0]).told.splitlines()
-    inner = ["relieve_all", "move", "take", "refill", "add", "closest_pair", "host_of_largest_piece"]
+    inner = [
+        "relieve_all",
+        "move",
+        "take",
+        "refill",
+        "add",
+        "closest_pair",
+        "host_of_largest_piece",
+    ]
     found = set()
     for name, told in itertools.pairwise(lines):
         function = re.search(r"Function properties for (\S+)", name)

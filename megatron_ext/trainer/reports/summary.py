@@ -144,8 +144,8 @@ _OPTIONAL = {
     "rank_hours": _Column(
         "rank hours",
         ".3g",
-        "Rank hours, on GPUs GPU hours: ranks x the time of all steps, without what is between "
-        "steps (start, checkpoints, evaluation).",
+        "Rank hours, on GPUs GPU hours: ranks x the time of all steps. Checkpoints and evaluation "
+        "between steps count only in runs of your own program, whose steps last until the next.",
     ),
 }
 
