@@ -37,7 +37,12 @@ class OneLineParser(argparse.ArgumentParser):
         )
         message = re.sub(
             r"invalid choice: '(.*)' \(choose from (.*)\)",
-            lambda said: said[0] + did_you_mean(said[1], re.findall(r"[\w-]+", said[2])),
+            lambda said: (
+                said[0]
+                + did_you_mean(
+                    said[1], [*re.findall(r"[\w-]+", said[2]), *self._option_string_actions]
+                )
+            ),
             message,
         )
         sys.stderr.write(error_line(self.prog, message))

@@ -49,12 +49,14 @@ def write_run(
         "host": "node-7",
         "cpus": 96,
         "gpus": ["H200"] * 8,
+        "num_ranks": ranks,
         "versions": {"python": "3.12.1", "torch": "2.13.0", "megatron-core": "0.19.2"},
     }
     (folder / "about.json").write_text(json.dumps(about))
     (folder / "config.yaml").write_text(
         f"steps: {steps}\nrun_dir: {folder}\n"
         f"balance:\n  strategy: {strategy}\n  slots: {slots}\n  tolerance: 0.01\n"
+        "hardware:\n  constants:\n    peak_flops_per_s: {value: 989e12, source: made up}\n"
     )
     return folder
 

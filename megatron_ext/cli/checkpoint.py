@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
         checkpoint,
         "relayout",
         run_relayout,
-        "give a checkpoint's experts the ranks that `place` found for them; it computes the same",
+        "reorder the experts of a checkpoint as `place` says; results do not change",
         "megatron-ext checkpoint relayout runs/train semantics.npz --out start/step_100",
     )
     for command in (shows, verify, relayout):

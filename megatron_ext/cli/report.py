@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_ext.files.opening import is_ours
     from megatron_ext.trainer.reports.read import read_runs
     from megatron_ext.trainer.reports.run_page import FILE, write_run_page
-    from megatron_ext.trainer.reports.summary import summarize_runs
+    from megatron_ext.trainer.reports.summary import summarize_read
     from megatron_ext.trainer.reports.verdict import verdict
 
     out: Path | None = arguments.out
@@ -53,12 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
         out = arguments.runs[0] / FILE
     if out is not None:
         write_run_page(runs, out)
-    against = list(runs)[:1] if len(runs) > 1 else []
-    summaries = summarize_runs({name: run.metrics for name, run in runs.items()}, against)
+    summaries = summarize_read(runs)
     said, unknown = verdict(runs, summaries)
     report = {
         "runs": summaries,
-        "against": against,
+        "against": list(runs)[:1] if len(runs) > 1 else [],
         "verdict": said,
         "unknown": unknown,
         "page": None if out is None else str(out),

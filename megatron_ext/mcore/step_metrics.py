@@ -173,8 +173,8 @@ class _RunDir:
             self._folder.mkdir(parents=True, exist_ok=True)
             check_ours(self._folder)
             # JSON is YAML, too.
-            settings = json_text({"balance": self._balance}, indent=2)
-            write_whole(self._folder / CONFIG_FILE, [settings, "\n"])
+            settings = {"num_ranks": dist.get_world_size(), "balance": self._balance}
+            write_whole(self._folder / CONFIG_FILE, [json_text(settings, indent=2), "\n"])
             if step is None:
                 lines = read_lines(self._folder / METRICS_FILE)
                 self._step = max((line["step"] for line in lines), default=0)

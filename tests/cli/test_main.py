@@ -50,6 +50,10 @@ def test_as_a_process(texts):
     ("words", "said"),
     [
         (["trian"], r"megatron-ext: error: .*invalid choice: 'trian' .*; did you mean train\?\n"),
+        (
+            ["version"],
+            r"megatron-ext: error: .*invalid choice: .version. .*; did you mean --version\?\n",
+        ),
         (["data", "biuld"], r"megatron-ext data: error: .*; did you mean build\?\n"),
         (
             ["train"],

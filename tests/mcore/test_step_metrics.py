@@ -143,6 +143,7 @@ def test_a_loop_of_ones_own_writes_a_run_directory(tmp_path: Path) -> None:
     assert run_ranks(_write_run, 2, tmp_path, [None, None, None]) == [[], []]
     (run,) = read_runs([tmp_path]).values()
     assert [step["step"] for step in run.metrics] == [1, 2, 3]
+    assert run.num_ranks == 2
     assert column(run.metrics, "loss") == [1.5] * 3
     assert min(column(run.metrics, "imbalance_before")) > 1
     for name in ("step_ms", "tokens_per_s"):

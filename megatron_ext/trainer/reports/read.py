@@ -11,6 +11,7 @@ import os
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -56,6 +57,29 @@ class Run:
     def strategy(self) -> str | None:
         """How the run balanced; None if that is not known."""
         return self.settings.get("balance.strategy")
+
+    @property
+    def num_ranks(self) -> float:
+        """Ranks of the run; NaN if that is not known."""
+        return _positive(self.about.get("num_ranks", self.settings.get("num_ranks")))
+
+    @property
+    def peak_flops_per_s(self) -> float:
+        """Peak of a GPU by the recipe's machine; NaN if it names none, or the run had no GPU."""
+        peak = self.settings.get("hardware.constants.peak_flops_per_s.value")
+        return _positive(peak if self.about.get("gpus") else None)
+
+
+def _positive(value: Any) -> float:
+    """Return a number above 0 of a file; NaN for anything else.
+
+    >>> _positive("989e12"), _positive(0), _positive(None), _positive("many"), _positive(True)
+    (989000000000000.0, nan, nan, nan, nan)
+    """
+    with suppress(ValueError):
+        value = float(value) if isinstance(value, str) else value
+    found = number(value)
+    return found if found > 0 else math.nan
 
 
 def read_runs(folders: Sequence[Path]) -> dict[str, Run]:

@@ -155,7 +155,7 @@ function worstFigure(one, mean) {
 }
 
 function costs(main, runs) {
-  const part = section(main, "What ranks wait for", "Means over the steps. Only what ranks wait for makes a step longer; what runs behind other work does not.");
+  const part = section(main, "What ranks wait for", "Means over the steps. Only what ranks wait for makes a step longer; what runs behind other work does not. The rest of a step is Megatron's; a profile shows its parts.");
   const row = part.appendChild(element("div", { class: "row" }));
   const waited = [["planning", "planning", COLORS[0]], ["weights_exposed", "weights of replicas", COLORS[1]], ["gradients_exposed", "gradients of replicas", COLORS[3]]];
   const behind = [["weights_hidden", "weights of replicas", COLORS[1]], ["gradients_hidden", "gradients of replicas", COLORS[3]]];

@@ -26,7 +26,7 @@ from megatron_ext.trainer.reports.summary import (
     cost_shares,
     differing_settings,
     notes,
-    summarize_runs,
+    summarize_read,
 )
 from megatron_ext.trainer.reports.verdict import verdict
 
@@ -44,8 +44,7 @@ _BANDED_STEPS = WARMUP_STEPS + MIN_STEPS
 
 def run_page(runs: Mapping[str, Run]) -> Page:
     """Return the page of runs; throughput, imbalance and loss are compared with the first one's."""
-    against = list(runs)[:1] if len(runs) > 1 else []
-    summaries = summarize_runs({name: run.metrics for name, run in runs.items()}, against)
+    summaries = summarize_read(runs)
     said, unknown = verdict(runs, summaries)
     title = "; ".join(runs)
     first = next(iter(runs.values()))

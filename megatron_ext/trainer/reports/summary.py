@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ext.files.tables import Cells, markdown_table
 from megatron_ext.trainer.reports.read import Metrics, Run, column, number
@@ -59,6 +59,23 @@ def summarize_runs(
         name: summarize(steps) | {"vs": {other: _vs(steps, metrics[other]) for other in against}}
         for name, steps in metrics.items()
     }
+
+
+def summarize_read(runs: Mapping[str, Run]) -> dict[str, dict[str, Any]]:
+    """Return `summarize_runs` of run directories, compared with the first, and what they took.
+
+    Returns:
+        By run, with two more numbers, NaN where the run's files do not say: `rank_hours`, ranks x
+        the time of all steps, and `mfu`, `tflops_per_gpu` over the peak of the recipe's machine.
+    """
+    against = list(runs)[:1] if len(runs) > 1 else []
+    summaries = summarize_runs({name: run.metrics for name, run in runs.items()}, against)
+    for name, of in summaries.items():
+        run = runs[name]
+        times = [ms for ms in column(run.metrics, "step_ms") if not math.isnan(ms)]
+        of["rank_hours"] = run.num_ranks * sum(times) / 3.6e6 if times else math.nan
+        of["mfu"] = 1e12 * of["tflops_per_gpu"] / run.peak_flops_per_s
+    return summaries
 
 
 def _vs(metrics: Metrics, others: Metrics) -> dict[str, float] | None:
@@ -111,6 +128,40 @@ def differing_settings(runs: Mapping[str, Run]) -> dict[str, dict[str, str]]:
     return differ
 
 
+class _Column(NamedTuple):
+    """A column of `table`."""
+
+    title: str
+    form: str
+    note: str
+
+
+_OPTIONAL = {
+    "tflops_per_gpu": _Column("TFLOP/s a rank", ".3g", ""),
+    "mfu": _Column(
+        "MFU", ".1%", "MFU: TFLOP/s a rank over hardware.constants.peak_flops_per_s of the recipe."
+    ),
+    "rank_hours": _Column(
+        "rank hours",
+        ".3g",
+        "Rank hours, on GPUs GPU hours: ranks x the time of all steps. Checkpoints and evaluation "
+        "between steps count only in runs of your own program, whose steps last until the next.",
+    ),
+}
+
+
+def _optional(summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, _Column]:
+    """Return the columns of `_OPTIONAL` that a run knows.
+
+    Programs with logs of their own do not count operations, and a machine's peak may be unknown.
+    """
+    return {
+        name: column
+        for name, column in _OPTIONAL.items()
+        if not all(math.isnan(run.get(name, math.nan)) for run in summaries.values())
+    }
+
+
 def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the runs of `summarize_runs` as a Markdown table."""
     return markdown_table(*cells(summaries))
@@ -119,11 +170,10 @@ def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
 def cells(summaries: Mapping[str, Mapping[str, Any]]) -> Cells:
     """Return header and rows of `table`; what is not known is an empty cell."""
     against = next(iter(summaries.values()))["vs"]
-    # Programs with logs of their own do not count operations.
-    counted = [run for run in summaries.values() if not math.isnan(run["tflops_per_gpu"])]
-    flops = ("TFLOP/s a rank",) if counted else ()
+    optional = _optional(summaries)
     header = (
-        *("run", "imbalance before", "after", "step ms", "tokens/s", *flops),
+        *("run", "imbalance before", "after", "step ms", "tokens/s"),
+        *(column.title for column in optional.values()),
         *(f"vs {other}" for other in against),
         *("final loss", "replicas per layer"),
     )
@@ -134,7 +184,7 @@ def cells(summaries: Mapping[str, Mapping[str, Any]]) -> Cells:
             _cell(run["imbalance_after"], ".2f"),
             _cell(run["step_ms"], ".0f"),
             _cell(run["tokens_per_s"], ".0f"),
-            *(_cell(run["tflops_per_gpu"], ".3g") for _ in flops),
+            *(_cell(run[name], column.form) for name, column in optional.items()),
             *("" if other == name else _vs_cell(run["vs"][other]) for other in against),
             _cell(run["final_loss"], ".4f"),
             _cell(run["replicas"], ".1f"),
@@ -163,6 +213,7 @@ def notes(summaries: Mapping[str, Mapping[str, Any]]) -> list[str]:
         said.append(f"Times are medians after the first {WARMUP_STEPS} steps.")
     if short:
         said.append(f"Times of {'; '.join(short)} are those of first steps, which are slow.")
+    said += [column.note for column in _optional(summaries).values() if column.note]
     if against := next(iter(summaries.values()))["vs"]:
         said.append(
             f"{', '.join(f'vs {name}' for name in against)}: ratio of tokens/s in the steps that "

@@ -11,12 +11,14 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_ext.telemetry.step_lines import read_lines
 from megatron_ext.trainer.compose import load_config
 from tests.copies import ROOT
 from tests.ranks import run_ranks
@@ -37,11 +39,12 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _in_a_process(*words: Any, python: str | Path = sys.executable) -> str:
+def _in_a_process(*words: Any, python: str | Path = sys.executable, **more: str) -> str:
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        **more,
     }
     command = [str(word) for word in (python, *words)]
     done = subprocess.run(command, text=True, capture_output=True, env=environment, timeout=400)
@@ -161,6 +164,38 @@ def test_bridge_exports_a_balanced_model_and_reads_its_settings(converted: Path)
     assert said["same"]
     assert "megatron_ext" not in said["settings"]
     assert said["read"][0] == "get_gpt_decoder_block_spec"
+
+
+def test_bridges_own_training_saves_loads_and_goes_on(converted: Path, tmp_path: Path) -> None:
+    program, hub = Path(__file__).with_name("bridge_pretrain.py"), converted / "qwen3_moe" / "hub"
+
+    def train(rank: str) -> None:
+        _in_a_process(program, hub, tmp_path, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2")
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(train, "01"))
+    first, again, stock = (
+        {line["step"]: line for line in read_lines(tmp_path / run / "metrics.jsonl")}
+        for run in ("first", "again", "stock")
+    )
+    assert (list(first), list(again), list(stock)) == ([1, 2, 3], [3, 4], [3, 4])
+    for step in (*first.values(), *again.values()):
+        assert step["imbalance_after"] < 1.02 < step["imbalance_before"]
+        assert step["replicas"] > 0
+    assert all(step["replicas"] == 0 for step in stock.values())
+    # A step's loss is of the weights before it: those that were saved, and those of step 3.
+    assert first[2]["loss"] > first[3]["loss"] > again[4]["loss"]
+    assert again[3]["loss"] == pytest.approx(first[3]["loss"], rel=1e-6)
+    assert [stock[step]["loss"] for step in stock] == pytest.approx(
+        [again[step]["loss"] for step in again], rel=1e-6
+    )
+    saved = tmp_path / "checkpoints" / "iter_0000003" / "run_config.yaml"
+    assert "get_gpt_decoder_block_spec" in saved.read_text()
+    assert "megatron_ext" not in saved.read_text()
+    before, after = _tensors(hub), _tensors(tmp_path / "exported")
+    assert {name: each.shape for name, each in after.items()} == {
+        name: each.shape for name, each in before.items()
+    }
 
 
 def _settings(family: Path, num_ranks: int) -> list[str]:

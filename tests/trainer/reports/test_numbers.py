@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,13 @@ import pytest
 from megatron_ext.trainer.reports.layers import LayerLines, Layers
 from megatron_ext.trainer.reports.read import Run
 from megatron_ext.trainer.reports.speed import speed, speed_ratio
-from megatron_ext.trainer.reports.summary import cost_shares, summarize, summarize_runs
+from megatron_ext.trainer.reports.summary import (
+    cells,
+    cost_shares,
+    summarize,
+    summarize_read,
+    summarize_runs,
+)
 from megatron_ext.trainer.reports.verdict import verdict
 
 
@@ -100,6 +107,31 @@ def test_times_are_medians_after_the_first_steps_and_the_rest_means(runs: dict[s
     assert summarize(runs["quota"].metrics)["imbalance_after"] == 1.25
     one_slow = [*runs["none"].metrics[:-1], {**runs["none"].metrics[-1], "step_ms": 700.0}]
     assert summarize(one_slow)["step_ms"] == 100.0
+
+
+def test_rank_hours_and_mfu_are_said_where_the_files_know_them(runs: dict[str, Run]) -> None:
+    metrics = [{**step, "tflops_per_gpu": 400.0} for step in runs["quota"].metrics]
+    machine = {"hardware.constants.peak_flops_per_s.value": "1e15"}
+    runs["quota"] = Run(metrics, None, machine, {"num_ranks": 8, "gpus": ["H100"] * 8}, [])
+    runs["none"] = Run(runs["none"].metrics, None, machine, {"num_ranks": 2, "gpus": []}, [])
+    runs["ideal"] = Run(metrics, None, machine | {"num_ranks": "many"}, {}, [])
+    found = summarize_read(runs)
+    milliseconds = 24 * 100.0 + 5 * 1.0  # The first steps count, too.
+    assert found["quota"]["rank_hours"] == pytest.approx(8 * milliseconds / 3.6e6)
+    assert found["none"]["rank_hours"] == pytest.approx(2 * milliseconds / 3.6e6)
+    assert found["quota"]["mfu"] == pytest.approx(0.4)
+    assert [run for run in found if math.isnan(found[run]["mfu"])] == ["none", "ideal"]
+    assert math.isnan(found["ideal"]["rank_hours"])
+    header, rows = cells(found)
+    assert header[5:8] == ("TFLOP/s a rank", "MFU", "rank hours")
+    assert [row[5:8] for row in rows] == [
+        ("", "", "0.00134"),
+        ("400", "40.0%", "0.00534"),
+        ("400", "", ""),
+    ]
+    del runs["quota"], runs["ideal"]
+    header, _ = cells(summarize_read(runs))
+    assert header[5:7] == ("rank hours", "final loss")
 
 
 def test_costs_are_split_into_what_is_waited_for_and_what_is_hidden(runs: dict[str, Run]) -> None:
