@@ -252,7 +252,10 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     else:
         yield _replication_line(moved)
     if (step := report["step"]) is None:
-        yield "Time of a step: the simulator has no model of this run."
+        yield (
+            "Time of a step: the simulator has no model of tensor parallelism, of replicas that were "
+            "placed before, nor of one EP rank."
+        )
     else:
         yield _step_line(step, report)
 
