@@ -32,7 +32,7 @@ from megatron_ext.cli import (
     whatif,
 )
 from megatron_ext.cli.options import take_overrides
-from megatron_ext.cli.output import FAILED, INTERRUPTED, plain
+from megatron_ext.cli.output import FAILED, INTERRUPTED
 from megatron_ext.trainer.command import of_extra
 
 # In the order in which `--help` lists them.
@@ -119,5 +119,5 @@ def _complain(command_name: str, error: Exception, status: int) -> int:
         message = f"{error.filename}: {error.strerror}"
     if isinstance(error, ModuleNotFoundError):
         message = of_extra(error)
-    sys.stderr.write(plain(error_line(command_name, message)))
+    sys.stderr.write(error_line(command_name, message))
     return status

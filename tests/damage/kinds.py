@@ -225,6 +225,7 @@ _ADDED = {
     "mappings of mappings": _laughs("{}", "k{place}: *a{below}", "{", "}"),
     "references": "".join(f"b{n}: ${{b{n + 1}}}${{b{n + 1}}}\n" for n in range(30)) + "b30: xx\n",
     "itself": "x: &x\n  y: *x\n",
+    "settings of Hydra": "hydra: {searchpath: ['pkg://antigravity']}\n",
     "brackets": f"x: {'[' * 3000}\n",
     "tab": "\tx: 1\n",
     "no such name": "x: *nothing\n",
