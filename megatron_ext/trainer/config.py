@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from megatron_ext.config import BalanceConfig, Section, setting
+from megatron_ext.config import MOST_WAIT_S, BalanceConfig, Section, setting
 from megatron_ext.telemetry.names import MAX_KEYS
 
 MISSING: Any = "???"
@@ -388,7 +388,7 @@ class TrainConfig(Section):
     optimizer step, `skip` that optimizer step, or `ignore` it. If only the loss is not finite, the
     optimizer step is made: then `stop` ends the run after it. A state that is not finite is never
     saved, and ends a run that does not `ignore` it."""
-    timeout_s: float = setting(600, least=1)
+    timeout_s: float = setting(600, least=1, most=MOST_WAIT_S)
     """Seconds that a rank waits for another before the run ends and names the rank that hangs.
     Must be longer than all that a rank does alone, as writing its part of a checkpoint."""
     restarts: int = setting(0, least=0)

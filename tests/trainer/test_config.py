@@ -55,6 +55,13 @@ WRONG = {
             "balance.push_blocks (0) must be 'auto' or a whole number >= 1",
         ],
     ),
+    "waits that no clock counts": (
+        ["timeout_s=1e10", "balance.timeout_s=1e10"],
+        [
+            "timeout_s (10000000000.0) must be from 1 to 4000000000.0",
+            "balance.timeout_s (10000000000.0) must be 'auto' or a finite number > 0 and <=",
+        ],
+    ),
     "no interval": (["balance.history.interval=0"], ["balance.history.interval (0) must be >= 1"]),
     "capacity below the mean": (
         ["balance.llep.alpha=0.9"],
@@ -502,6 +509,8 @@ WHOLE = "a whole number"
             {"weights": {"code": "much"}},
             ["data.weights ({'code': 'much'}) must be a mapping of names to finite numbers"],
         ),
+        (BalanceConfig, {"timeout_s": 1e300}, ["balance.timeout_s (1e+300) must be"]),
+        (BalanceConfig, {"min_quota": 2**63}, [f"balance.min_quota ({2**63}) must be below 2^63"]),
         (TrainConfig, {"steps": 8.0}, [f"steps (8.0) must be {WHOLE} >= 1"]),
         (TrainConfig, {"megatron": [1]}, ["megatron ([1]) must be a mapping"]),
         (TrainConfig, {"model": {}}, ["model ({}) must be of class ModelConfig"]),
