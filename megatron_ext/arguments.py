@@ -21,6 +21,9 @@ WRONG_USAGE = 2
 _MOST_ENTRIES = 10_000
 """Entries of a folder among which a near name is looked for."""
 
+_MOST_LETTERS = 8000
+"""Of a message: what it quotes may have millions."""
+
 _CONTROLS = {
     code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"
 }
@@ -117,7 +120,8 @@ def one_line(text: str) -> str:
     >>> one_line("run\x1b[2J is\n  cut off")
     'run\\x1b[2J is cut off'
     """
-    return plain(" ".join(text.split()))
+    text = " ".join(text.split())
+    return plain(text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]} ...")
 
 
 def plain(text: str) -> str:

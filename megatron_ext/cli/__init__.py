@@ -8,6 +8,7 @@ stdout, progress and errors to stderr. Each command imports the heavy modules th
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import sys
 import warnings
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # The name of a file may be no text.
     if words[:1] == ["train"]:
         return train.run(words[1:])
     if words[:1] == ["submit"]:

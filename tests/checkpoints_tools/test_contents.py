@@ -124,6 +124,16 @@ def test_norms_of_experts(saved):
             assert min(of_layer) > 0
 
 
+def test_layers_without_number_are_not_counted():
+    key, shape = "decoder.layers.mlp.router.weight", (2**40, 2, 4)
+    entry = Entry(key=key, shape=shape, dtype="float32", num_shards=1)
+    contents = CheckpointContents(
+        folder=Path("c"), step=1, num_experts=2, num_parameters=1, entries=[entry]
+    )
+    with pytest.raises(ValueError, match=f"^c: {re.escape(key)} is of {2**40} layers$"):
+        contents.model_shape()
+
+
 def test_what_no_checksum_covers_has_no_norms(tmp_path):
     write_checkpoint(tmp_path / "step_1")
     assert expert_norms(tmp_path / "step_1").keys() == {1, 2}

@@ -783,11 +783,18 @@ GOOD = "defaults: [train, _self_]\nsteps: 8\n"
         (f"{GOOD}x: {'[' * 3000}\n", ", line 3 is no readable YAML: it has more than 20 levels"),
         (
             f"{GOOD}{LISTS}",
-            ", line 7 is no readable YAML: it has more than 10000 values, written out",
+            ", line 7 is no readable YAML: it has more than 10000 values or hundreds of letters, "
+            "written out",
         ),
         (f"{GOOD}{REFERENCES}", ", line 12 is no readable YAML: it has more than 16 references"),
+        (
+            f"{GOOD}x: [&x {'x' * 4000}{', *x' * 300}]\n",
+            ", line 3 is no readable YAML: it has more than 10000 values or hundreds of letters",
+        ),
+        (f"{GOOD}x: {'x' * 5000}\n", ", line 3 is no readable YAML: a value has more than 4096"),
+        (f"{GOOD}x: [&x '${{steps}}'{', *x' * 20}]\n", "it has more than 16 references"),
         (f"{GOOD}x: &x\n  y: *x\n", ", line 4 is no readable YAML: *x names nothing above it"),
-        (f"{GOOD}x: 0x{'f' * 5000}\n", "... is beyond 64 bits"),
+        (f"{GOOD}x: 0x{'f' * 4000}\n", "... is beyond 64 bits"),
         (f"{GOOD}#{'x' * 2**20}\n", ": more than 1,048,576 bytes"),
         ("steps: 8\n", ": `defaults: [train, _self_]` is missing"),
     ],
