@@ -46,6 +46,8 @@ _ARGUMENTS = {
     "ep_size": "expert_model_parallel_size",
 }
 """What Megatron-LM calls the sizes in `saved_on`."""
+_MOST = 65_536
+"""Layers, and experts of a layer, that are counted: more than any model has."""
 _OPTIMIZER = re.compile(r"(^|\.)optimizer\.")
 
 
@@ -102,6 +104,8 @@ class CheckpointContents:
             if (match := _LAYER.match(key)) is None:
                 continue
             own = match["layer"] is not None
+            if not own and sizes[0] > _MOST:
+                raise ValueError(f"{self.folder}: {key} is of {sizes[0]} layers")
             numbers = {int(match["layer"])} if own else set(range(sizes[0]))
             layers |= numbers
             if _ROUTER_WEIGHT.search(key):
@@ -143,12 +147,15 @@ def read_contents(path: str | Path) -> CheckpointContents:
     metadata = read_metadata(folder)
     entries = _read_entries(metadata)
     routers = [e for e in entries if _ROUTER_WEIGHT.search(e.key) and e.shape]
+    num_experts = max((e.shape[-2] for e in routers if e.shape), default=None)
+    if (num_experts or 0) > _MOST:
+        raise ValueError(f"{folder}: a router has {num_experts} experts")
     step, saved_on = _read_origin(folder, metadata)
     return CheckpointContents(
         folder=folder,
         step=step,
         saved_on=saved_on,
-        num_experts=max((e.shape[-2] for e in routers if e.shape), default=None),
+        num_experts=num_experts,
         num_parameters=sum(
             math.prod(e.shape)
             for e in entries

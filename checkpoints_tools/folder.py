@@ -219,6 +219,16 @@ def find_changes(folder: Path, names: Collection[str] | None = None) -> list[str
     return changes
 
 
+def check_whole(folder: Path) -> None:
+    """Check that all files of a checkpoint are there, covered by checksums, and as written.
+
+    Raises:
+        ValueError: They are not; the message is one line.
+    """
+    if problems := find_damage(folder) or find_changes(folder):
+        raise ValueError(f"{folder}: {problems[0]}")
+
+
 def find_other_owners(folder: Path) -> list[str]:
     """Return the files that neither this user nor root owns, and the folder if it is such."""
     trusted = {0, os.geteuid()}

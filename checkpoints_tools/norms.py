@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_tools.contents import is_of_optimizer, read_metadata
-from checkpoints_tools.folder import find_changes, newest_of, stored_bytes
+from checkpoints_tools.folder import check_whole, newest_of, stored_bytes
 from checkpoints_tools.pickles import read_object
 from checkpoints_tools.relayout import PARTS
 
@@ -31,8 +31,7 @@ def expert_norms(
         ValueError: The checkpoint is not complete, not of this kind, or was changed.
     """
     folder = newest_of(Path(path))
-    if changes := find_changes(folder):
-        raise ValueError(f"{folder}: {changes[0]}")
+    check_whole(folder)
     squares: dict[int, dict[int, float]] = {}
     for index, stored in read_metadata(folder).storage_data.items():
         match = PARTS.fullmatch(index.fqn)

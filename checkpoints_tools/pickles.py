@@ -30,6 +30,10 @@ _CLASSES = {
 """What a table of contents is made of, by module; the names of dtypes are allowed besides."""
 
 
+_MOST_LETTERS, _MOST_AXES, _MOST_SIZE = 4096, 16, 2**48
+"""Of a name, of a tensor, and of an axis or a file: more than in any checkpoint."""
+
+
 class ForeignClassError(ValueError):
     """A pickle names a class or function that a checkpoint does not need."""
 
@@ -66,26 +70,53 @@ def read_table(file: Path) -> Any:
         except Exception as error:
             raise ValueError(f"{file.name} is cut off or damaged ({_one_line(error)})") from error
     for stored in table.storage_data.values():
-        name = getattr(stored, "relative_path", None)
+        name = stored.relative_path
         # Else a stranger's table could have any file of this machine read.
-        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+        if name in ("", "..") or Path(name).name != name:
             raise ValueError(f"{file.name} names a file outside of its folder: {name!r}")
     return table
 
 
 def _check_places(table: Any) -> None:
-    """Check the types of what every reader of a table uses; anything can be raised."""
+    """Check types and sizes of what every reader of a table uses; anything can be raised.
+
+    What is no text is not quoted: written out, a list of lists of the same can be endless.
+    """
+    from torch import dtype
     from torch.distributed.checkpoint.metadata import Metadata
 
     if not isinstance(table, Metadata):
         raise ValueError("it is no table of contents")
     for index, stored in table.storage_data.items():
-        if not isinstance(index.fqn, str) or min(stored.offset + 0, stored.length + 0) < 0:
-            raise ValueError(f"it has no place of {index.fqn!r}")
-    for key, entry in table.state_dict_metadata.items():
-        for sizes in (getattr(entry, "size", ()), *(c.sizes for c in getattr(entry, "chunks", ()))):
-            if not isinstance(key, str) or min(sizes, default=0) < 0:
-                raise ValueError(f"it has no sizes of {key!r}")
+        places = (stored.offset, stored.length)
+        if not (
+            _is_name(index.fqn)
+            and _is_name(getattr(stored, "relative_path", 0))
+            and _are_sizes(places)
+        ):
+            raise ValueError("a part has no name, no file or no place there")
+    entries: dict[Any, Any] = table.state_dict_metadata
+    for key, entry in entries.items():
+        if not _is_name(key):
+            raise ValueError("a part has no name")
+        if not hasattr(entry, "chunks"):
+            continue
+        sizes = [entry.size, *(each for c in entry.chunks for each in (c.offsets, c.sizes))]
+        if not isinstance(entry.properties.dtype, dtype) or not all(map(_are_sizes, sizes)):
+            raise ValueError(f"it has no dtype or no sizes of {key}")
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _MOST_LETTERS
+
+
+def _are_sizes(value: Any) -> bool:
+    """Whether these are sizes, or places, of a tensor or a file that a machine can hold."""
+    return (
+        isinstance(value, tuple | list)
+        and len(value) <= _MOST_AXES
+        and all(isinstance(one, int) and 0 <= one < _MOST_SIZE for one in value)
+    )
 
 
 def read_object(stream: BinaryIO) -> Any:

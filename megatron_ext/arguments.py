@@ -21,6 +21,14 @@ WRONG_USAGE = 2
 _MOST_ENTRIES = 10_000
 """Entries of a folder among which a near name is looked for."""
 
+_MOST_LETTERS = 8000
+"""Of a message: what it quotes may have millions."""
+
+_CONTROLS = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"
+}
+"""What stands for each control character that is not of plain text."""
+
 _KINDS = {"int": "a whole number", "float": "a number"}
 
 
@@ -103,7 +111,22 @@ def error_line(command: str, message: str) -> str:
     >>> error_line("megatron-ext plan", "loads.npz is\n  cut off")
     'megatron-ext plan: error: loads.npz is cut off\n'
     """
-    return f"{command}: error: {' '.join(message.split())}\n"
+    return f"{command}: error: {one_line(message)}\n"
+
+
+def one_line(text: str) -> str:
+    r"""Return a message as one line that a terminal takes for text; it may quote a stranger.
+
+    >>> one_line("run\x1b[2J is\n  cut off")
+    'run\\x1b[2J is cut off'
+    """
+    text = " ".join(text.split())
+    return plain(text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]} ...")
+
+
+def plain(text: str) -> str:
+    """Write out what a terminal would take for commands, but tabs and line ends."""
+    return text.translate(_CONTROLS)
 
 
 def field_docs(section: type[Any]) -> dict[str, str]:

@@ -20,6 +20,9 @@ OBJECTIVES = ("tolerance", "time")
 TRANSPORTS = ("auto", "collective", "shared_memory", "deepep", "cuda")
 """Values of `BalanceConfig.transport`: the names of `transport.TRANSPORTS`, which imports torch."""
 
+MOST_WAIT_S = 4e9
+"""Longest wait in seconds: twice as long still fits into 64 bits of nanoseconds."""
+
 COST_UNITS = {"link_bandwidth": "bytes per second", "assignment_time": "seconds"}
 """The costs among the fields of `BalanceConfig`, and their units."""
 
@@ -161,7 +164,7 @@ class _Rule:
             return False
         if isinstance(value, str):
             return not self.choices or value in self.choices
-        if isinstance(value, float) and not math.isfinite(value):
+        if _is_huge(value) or (isinstance(value, float) and not math.isfinite(value)):
             return False
         return value is None or all(
             _HOLDS[sign](value, limit) for sign, limit in self.limits.items()
@@ -176,6 +179,7 @@ class _Rule:
 
         near = did_you_mean(value, self.choices) if isinstance(value, str) else ""
         rule = self._range() if is_out_of_range else self.allowed
+        rule = "below 2^63" if _is_huge(value) and "<=" not in self.limits else rule
         return f"{self.label} ({value!r}) must be {rule}{near}"
 
     @property
@@ -207,6 +211,11 @@ class _Rule:
         if signs.keys() == {">=", "<="}:
             return f"from {signs['>=']} to {signs['<=']}"
         return " and ".join(f"{sign} {limit}" for sign, limit in signs.items())
+
+
+def _is_huge(value: Any) -> bool:
+    """Whether it is a number that no tensor and nothing in C++ can hold."""
+    return isinstance(value, int) and abs(value) >= 2**63
 
 
 def _kind_of(declared: Any) -> str:
@@ -364,7 +373,7 @@ class BalanceConfig(Section):
     """Backend of torch's symmetric memory, in which transport `cuda` keeps slots: `cuda` (handles
     of the driver, or of the fabric over several machines), `nccl` (windows of the communicator), or
     `auto`, which leaves torch's own choice."""
-    timeout_s: float | int | str = setting("auto", above=0, choices=("auto",))
+    timeout_s: float | int | str = setting("auto", above=0, most=MOST_WAIT_S, choices=("auto",))
     """Seconds that a rank waits for another to move its part of a replica. `auto` is the time limit
     of the EP group's collectives; in `megatron-ext train` it is the run's `timeout_s`."""
 

@@ -8,6 +8,7 @@ stdout, progress and errors to stderr. Each command imports the heavy modules th
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import sys
 import warnings
@@ -32,7 +33,7 @@ from megatron_ext.cli import (
     whatif,
 )
 from megatron_ext.cli.options import take_overrides
-from megatron_ext.cli.output import FAILED, INTERRUPTED, plain
+from megatron_ext.cli.output import FAILED, INTERRUPTED
 from megatron_ext.trainer.command import of_extra
 
 # In the order in which `--help` lists them.
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # The name of a file may be no text.
     if words[:1] == ["train"]:
         return train.run(words[1:])
     if words[:1] == ["submit"]:
@@ -119,5 +122,5 @@ def _complain(command_name: str, error: Exception, status: int) -> int:
         message = f"{error.filename}: {error.strerror}"
     if isinstance(error, ModuleNotFoundError):
         message = of_extra(error)
-    sys.stderr.write(plain(error_line(command_name, message)))
+    sys.stderr.write(error_line(command_name, message))
     return status

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.arguments import existing_path
+from megatron_ext.arguments import existing_path, plain
 from megatron_ext.cli import options
-from megatron_ext.cli.output import DONE, plain, show
+from megatron_ext.cli.output import DONE, show
 from megatron_ext.files.opening import names_in, whole_lines
 
 _POLL_S = 1.0

@@ -8,15 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from megatron_ext.arguments import one_line, plain
 from megatron_ext.files.json_files import json_text
 
 DONE, FAILED = 0, 1
 INTERRUPTED = 130  # As shells report a command that Ctrl-C ended.
-
-_CONTROLS = {
-    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"
-}
-"""What stands for each control character that is not of plain text."""
 
 
 def show(
@@ -30,15 +26,10 @@ def show(
     return DONE
 
 
-def plain(text: str) -> str:
-    """Write out what a terminal would take for commands: the text may be a stranger's."""
-    return text.translate(_CONTROLS)
-
-
 def warn(message: str | None) -> None:
     """Print a warning, if there is one, of a command that goes on."""
     if message is not None:
-        sys.stderr.write(f"warning: {message}\n")
+        sys.stderr.write(f"warning: {one_line(message)}\n")
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -126,9 +126,13 @@ def check_archive(path: Path) -> None:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is {'a folder' if path.is_dir() else 'no file'}")
     with open_regular(path, follow=True) as file:
-        # NumPy would take anything else for pickled objects, and advise to load them.
-        if not file.read(len(_ARRAY)).startswith((_ARCHIVE, _ARRAY)):
-            raise ValueError(f"{path} is no .npz file: write it with numpy.savez")
+        try:
+            head = file.read(len(_ARRAY))
+        except OSError as error:  # Of a disk that fails.
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    # NumPy would take anything else for pickled objects, and advise to load them.
+    if not head.startswith((_ARCHIVE, _ARRAY)):
+        raise ValueError(f"{path} is no .npz file: write it with numpy.savez")
 
 
 def _outline(path: Path, archive: Any, name: str) -> np.ndarray:

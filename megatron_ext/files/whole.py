@@ -51,7 +51,9 @@ def write_whole(path: Path, lines: Iterable[str], *, sync: bool = True) -> None:
             if sync:
                 os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # As where the disk is full.
+            error.filename = str(path)
         partial.unlink(missing_ok=True)
         raise
     if not sync:

@@ -24,8 +24,10 @@ T = TypeVar("T")
 
 _MOST_BYTES = 1 << 20
 _MOST_NODES = 10_000
-"""Values and names, with what is named again: several times those of any recipe."""
+"""Values, names and hundreds of letters, with what is named again: several times any recipe's."""
 _MOST_DEPTH = 20
+_MOST_LETTERS = 4096
+"""Of a value: as of a path. A reference, or a name for a part, may write it out again."""
 _MOST_REFERENCES = 16
 """Places with `${name}`: each may double what it names."""
 _HUGE = re.compile(r"[-+]?(0x[\da-fA-F_]{17,}|0b[01_]{65,}|[\d_:]{19,})")
@@ -103,29 +105,35 @@ def check_yaml(path: Path, *, follow: bool = True) -> str:
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     with faults_of(path):
         text = read_regular(path, follow=follow, most_bytes=_MOST_BYTES).decode()
-        sizes: dict[str, int] = {}  # Of what has a name, written out.
-        around: list[tuple[str | None, int]] = []  # What is open: its name, and the nodes before.
+        # Nodes and references of what has a name, written out.
+        sizes: dict[str | None, tuple[int, int]] = {}
+        # What is open: its name, and the nodes and references before.
+        around: list[tuple[str | None, int, int]] = []
         nodes = references = 0
         for event in yaml.parse(text, loader):
             problem = None
             name: str | None = getattr(event, "anchor", None)
             if isinstance(event, yaml.AliasEvent):
                 problem = None if name in sizes else f"*{name} names nothing above it"
-                nodes += sizes.get(str(name), 0)
+                more = sizes.get(name, (0, 0))
+                nodes, references = nodes + more[0], references + more[1]
             elif isinstance(event, yaml.NodeEvent):
                 nodes += 1
                 if isinstance(event, yaml.ScalarEvent):
-                    references += event.value.count("${")
-                    if event.implicit[0] and _HUGE.fullmatch(event.value):
+                    here, letters = event.value.count("${"), len(event.value) // 100
+                    nodes, references = nodes + letters, references + here
+                    if len(event.value) > _MOST_LETTERS:
+                        problem = f"a value has more than {_MOST_LETTERS} letters"
+                    elif event.implicit[0] and _HUGE.fullmatch(event.value):
                         problem = f"{event.value[:20]}... is beyond 64 bits"
-                    sizes |= {name: 1} if name else {}
+                    sizes |= {name: (1 + letters, here)} if name else {}
                 else:
-                    around.append((name, nodes - 1))
+                    around.append((name, nodes - 1, references))
             elif isinstance(event, yaml.CollectionEndEvent):
-                name, before = around.pop()
-                sizes |= {name: nodes - before} if name else {}
+                name, *before = around.pop()
+                sizes |= {name: (nodes - before[0], references - before[1])} if name else {}
             for found, most, what in (
-                (nodes, _MOST_NODES, "values, written out"),
+                (nodes, _MOST_NODES, "values or hundreds of letters, written out"),
                 (len(around), _MOST_DEPTH, "levels"),
                 (references, _MOST_REFERENCES, "references ${...}"),
             ):

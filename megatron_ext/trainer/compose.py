@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import posixpath
 import re
 import socket
 import sys
@@ -23,10 +24,10 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_ext.arguments import WRONG_USAGE, did_you_mean
+from megatron_ext.arguments import WRONG_USAGE, did_you_mean, one_line
 from megatron_ext.balance.strategies import unknown_strategy
 from megatron_ext.config import BalanceConfig, ConfigError, Section, wrong_value
 from megatron_ext.files.recipes import recipe_names, shipped_recipes
@@ -35,6 +36,19 @@ from megatron_ext.trainer.config import MEGATRON_NAMES, DataConfig, TrainConfig
 
 SCHEMA = "train"
 """Name under which recipes put `TrainConfig` first in their `defaults`."""
+
+_OF_HYDRA = re.compile(r"(?<![\w-])hydra(?![\w-])")
+"""Hydra itself, as a key, a package or a group of recipes."""
+
+_RUN_CODE = (
+    "checkpoint.trust",
+    "megatron.fp8_quantizer_factory",
+    "megatron.fp4_quantizer_factory",
+)
+"""Settings by which a pickle is loaded, or a function is called that is named there."""
+
+_MOST_NAMED = 200
+"""How often Hydra may look up what defaults name: ten times any recipe's."""
 
 ConfigStore.instance().store(SCHEMA, TrainConfig)
 
@@ -56,7 +70,8 @@ def said_in_lines() -> Iterator[None]:
             raise SystemExit(0) from None
         # A setting may be wrong on one machine only, as a path that is not mounted there.
         where = f"{socket.gethostname()}: " if int(os.environ.get("RANK", 0)) != 0 else ""
-        sys.stderr.write("".join(f"error: {where}{problem}\n" for problem in error.problems))
+        lines = (one_line(f"error: {where}{problem}") for problem in error.problems)
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
         raise SystemExit(WRONG_USAGE) from None
 
 
@@ -141,10 +156,12 @@ def load_config(
         Plugins.instance().register(plugin)
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
-            composed = compose(config_name, list(overrides))
+            composed = _composed(config_name, overrides)
         if OmegaConf.get_type(composed) is not TrainConfig:
             raise ConfigError([f"{config_name}.yaml must have {SCHEMA} first in its defaults"])
         _limit(composed, overrides)
+        if runs := _of_the_command_line(composed, overrides):
+            raise ConfigError(runs)
         if config_name != SCHEMA and not composed.recipe:
             composed.recipe = config_name
         if unknown := _unknown_settings(composed):
@@ -174,6 +191,17 @@ def load_config(
     if problems or of_balance:
         raise ConfigError(problems + config.problems() + of_balance)
     return config
+
+
+def _composed(config_name: str, overrides: Sequence[str]) -> DictConfig:
+    try:
+        return compose(config_name, list(overrides))
+    except (HydraException, OmegaConfBaseException, ConfigError, ValueError):
+        raise
+    # Names that make no sense fail in Hydra in ways of its own.
+    except Exception as error:
+        said = _first_line(str(error)) or type(error).__name__
+        raise ConfigError([f"{config_name}.yaml cannot be composed: {said}"]) from None
 
 
 def _check_recipe(name: str, folder: Path) -> None:
@@ -210,7 +238,14 @@ def _given_twice(overrides: Sequence[str]) -> list[str]:
 
 
 class _Recipes(FileConfigSource):
-    """A folder of recipes, of which Hydra loads no file that is not checked."""
+    """A folder of recipes, of which Hydra loads no file that is not checked.
+
+    No file has settings of Hydra itself: these make Hydra import modules and call functions.
+    """
+
+    def __init__(self, provider: str, path: str) -> None:
+        super().__init__(provider, path)
+        self._named = 0
 
     @staticmethod
     def scheme() -> str:
@@ -221,13 +256,55 @@ class _Recipes(FileConfigSource):
         """See `ConfigSource`.
 
         Raises:
-            ValueError: See `read_yaml`.
+            ValueError: See `read_yaml`; or the file has settings of Hydra.
         """
         path = Path(self.path, self._normalize_file_name(config_path))
-        if path.exists():
-            check_yaml(path)
+        text = check_yaml(path) if path.exists() else ""
         with faults_of(path):
-            return super().load_config(config_path)
+            result = super().load_config(config_path)
+            group = posixpath.dirname(posixpath.normpath(config_path))
+            parts = [group, *_packages(result)]
+        if any(map(_OF_HYDRA.search, parts)):
+            lines = enumerate(text.splitlines(), 1)
+            place = next((number for number, line in lines if _OF_HYDRA.search(line)), 1)
+            raise ValueError(
+                f"{path}, line {place}: a recipe cannot set `hydra`: Hydra's own settings can run "
+                "code, and belong on the command line"
+            )
+        result.header = _Header(result.header, self)
+        return result
+
+    def count(self) -> None:
+        """Count what defaults name: recipes can name each other without end, or each other twice.
+
+        Raises:
+            ValueError: It is more than in any recipe.
+        """
+        self._named += 1
+        if self._named > _MOST_NAMED:
+            raise ValueError(f"{self.path}: the defaults of recipes name too many, or each other")
+
+
+def _packages(result: ConfigResult) -> Iterator[str]:
+    """Yield where in the whole configuration the parts of a file may go: as Hydra names them."""
+    yield result.header["package"] or ""
+    if isinstance(result.config, DictConfig):
+        yield from ("hydra" for key in result.config if key == "hydra")
+        if isinstance(listed := result.config.get("defaults"), ListConfig):
+            for each in OmegaConf.to_container(listed):  # type: ignore[union-attr]
+                yield from map(str, each if isinstance(each, dict) else [each])
+
+
+class _Header(dict[str, str | None]):
+    """The first lines of a recipe, which Hydra reads whenever defaults have named the recipe."""
+
+    def __init__(self, header: dict[str, str | None], recipes: _Recipes) -> None:
+        super().__init__(header)
+        self._recipes = recipes
+
+    def __getitem__(self, key: str) -> str | None:
+        self._recipes.count()
+        return super().__getitem__(key)
 
 
 class _Folders(SearchPathPlugin):
@@ -244,11 +321,26 @@ class _Folders(SearchPathPlugin):
 def _limit(composed: DictConfig, overrides: Sequence[str]) -> None:
     """Take the limits of `at_most` where a recipe has more, but what the command line sets."""
     asked = {each.lstrip("+").split("=")[0] for each in overrides}
-    for name, most in composed.at_most.items():
+    limits: Any = composed.at_most
+    if not OmegaConf.is_dict(limits):  # It may be a reference to anything.
+        raise ConfigError([f"at_most ({limits}) must be a mapping"])
+    for name, most in limits.items():
+        if not isinstance(most, int):  # A list passes OmegaConf's check.
+            raise ConfigError([f"at_most.{name} ({most}) must be a whole number"])
         value = OmegaConf.select(composed, name)
         if name not in asked and isinstance(value, int | float) and value > most:
             OmegaConf.update(composed, name, most)
     composed.at_most = {}
+
+
+def _of_the_command_line(composed: DictConfig, overrides: Sequence[str]) -> list[str]:
+    """Return what a recipe sets of the settings that can run code, a problem each."""
+    asked = tuple(each.lstrip("+").split("=")[0] for each in overrides)
+    return [
+        f"{name} ({value}) can run code, so it is given on the command line, not in a recipe"
+        for name in _RUN_CODE
+        if (value := OmegaConf.select(composed, name)) and not name.startswith(asked)
+    ]
 
 
 def _unknown_settings(composed: DictConfig) -> list[str]:

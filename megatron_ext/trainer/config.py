@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from megatron_ext.config import BalanceConfig, Section, setting
+from megatron_ext.config import MOST_WAIT_S, BalanceConfig, Section, setting
 from megatron_ext.telemetry.names import MAX_KEYS
 
 MISSING: Any = "???"
 """OmegaConf's mark of a value that the user has to give."""
+
+MOST_LAYERS = 10_000
+"""Layers of a model, of which lists are made before anything is built."""
 
 MEGATRON_NAMES = {
     "num_layers": "model.num_layers",
@@ -46,7 +49,7 @@ class ModelConfig(Section):
 
     NAME: ClassVar[str] = "model"
 
-    num_layers: int = setting(4, least=1)
+    num_layers: int = setting(4, least=1, most=MOST_LAYERS)
     """Transformer layers of the whole model."""
     hidden_size: int = setting(256, least=1)
     """Width of the residual stream (H)."""
@@ -58,7 +61,7 @@ class ModelConfig(Section):
     rotary_percent: float = setting(1.0, above=0, most=1)
     """Part of a head that the rotary position embedding turns."""
 
-    num_dense_layers: int = setting(0, least=0)
+    num_dense_layers: int = setting(0, least=0, most=MOST_LAYERS)
     """First layers that have one FFN instead of experts."""
     dense_hidden_size: int = setting(0, least=0)
     """Width inside the FFN of a dense layer; 0 is that of an expert."""
@@ -385,7 +388,7 @@ class TrainConfig(Section):
     optimizer step, `skip` that optimizer step, or `ignore` it. If only the loss is not finite, the
     optimizer step is made: then `stop` ends the run after it. A state that is not finite is never
     saved, and ends a run that does not `ignore` it."""
-    timeout_s: float = setting(600, least=1)
+    timeout_s: float = setting(600, least=1, most=MOST_WAIT_S)
     """Seconds that a rank waits for another before the run ends and names the rank that hangs.
     Must be longer than all that a rank does alone, as writing its part of a checkpoint."""
     restarts: int = setting(0, least=0)

@@ -49,6 +49,8 @@ class Attempt:
         status = 70
         try:
             os.setsid()
+            # A shell lets what it starts in the background ignore this signal.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             os.environ["TMPDIR"] = str(self.temporary)
             output = os.open(self._output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for stream in (1, 2):

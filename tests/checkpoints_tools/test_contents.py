@@ -19,6 +19,7 @@ from checkpoints_tools import (
     find_problems,
     read_contents,
 )
+from tests.damage.good import write_checkpoint
 from tests.ranks import run_ranks
 
 
@@ -121,6 +122,27 @@ def test_norms_of_experts(saved):
         for layer, of_layer in norms.items():
             assert of_layer == pytest.approx(np.sqrt(expected[layer]), rel=1e-5)
             assert min(of_layer) > 0
+
+
+def test_layers_without_number_are_not_counted():
+    key, shape = "decoder.layers.mlp.router.weight", (2**40, 2, 4)
+    entry = Entry(key=key, shape=shape, dtype="float32", num_shards=1)
+    contents = CheckpointContents(
+        folder=Path("c"), step=1, num_experts=2, num_parameters=1, entries=[entry]
+    )
+    with pytest.raises(ValueError, match=f"^c: {re.escape(key)} is of {2**40} layers$"):
+        contents.model_shape()
+
+
+def test_what_no_checksum_covers_has_no_norms(tmp_path):
+    write_checkpoint(tmp_path / "step_1")
+    assert expert_norms(tmp_path / "step_1").keys() == {1, 2}
+    file = tmp_path / "step_1" / "checksums.json"
+    content = json.loads(file.read_text())
+    del content["files"]["__0_0.distcp"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"step_1: __0_0\.distcp is not covered: "):
+        expert_norms(tmp_path / "step_1")
 
 
 def test_the_newest_of_a_folder(saved, tmp_path):

@@ -1,10 +1,14 @@
 """`data`: what is built, gathered and shown, and what is said of input that is wrong."""
 
+import io
 import json
+import os
 import re
+import sys
 
 import pytest
 
+from megatron_ext.cli import main
 from tests.cli.command import run
 
 
@@ -38,6 +42,15 @@ def test_build_and_info(texts, capsys):
     assert json.loads(stdout)["skipped"] == [
         {"path": f"{texts}/code/b.bin", "reason": "it holds NUL bytes"}
     ]
+
+
+def test_a_folder_whose_name_is_no_text(texts, monkeypatch):
+    written = io.TextIOWrapper(io.BytesIO(), "utf-8", "strict")
+    monkeypatch.setattr(sys, "stdout", written)
+    folder = os.fsdecode(bytes(texts / "out") + b"\xff")
+    assert main(["data", "build", str(texts / "code"), "--out", folder]) == 0
+    written.flush()
+    assert rb"out\udcff" in written.buffer.getvalue()
 
 
 def test_info_notices_a_cut_file(texts, capsys):

@@ -17,11 +17,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.damage", description=__doc__)
     parser.add_argument("--tries", type=int, default=5000, help="damaged files (5000)")
     parser.add_argument("--seed", type=int, default=0, help="of what is damaged how (0)")
+    parser.add_argument(
+        "--hugging-face",
+        action="store_true",
+        help="what import-hf and export-hf read; needs Python 3.12 with Megatron-Bridge",
+    )
     arguments = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     found = []
+    damage = tries
+    if arguments.hugging_face:
+        from tests.damage.hub import hub_tries as damage
     with tempfile.TemporaryDirectory() as folder:
-        for one in tries(Path(folder), arguments.tries, arguments.seed, limit_s=60):
+        for one in damage(Path(folder), arguments.tries, arguments.seed, limit_s=60):
             found.append(one)
             if one.is_fault:
                 print(one, flush=True)

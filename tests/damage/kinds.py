@@ -225,6 +225,7 @@ _ADDED = {
     "mappings of mappings": _laughs("{}", "k{place}: *a{below}", "{", "}"),
     "references": "".join(f"b{n}: ${{b{n + 1}}}${{b{n + 1}}}\n" for n in range(30)) + "b30: xx\n",
     "itself": "x: &x\n  y: *x\n",
+    "settings of Hydra": "hydra: {searchpath: ['pkg://antigravity']}\n",
     "brackets": f"x: {'[' * 3000}\n",
     "tab": "\tx: 1\n",
     "no such name": "x: *nothing\n",
@@ -286,6 +287,31 @@ def index(data: bytes, chooser: random.Random) -> tuple[str, bytes]:
     return kind, data[:place] + bad + data[place + len(bad) :]
 
 
+def weights(data: bytes, chooser: random.Random) -> tuple[str, bytes]:
+    """Change the header of a `.safetensors` file, or its length."""
+    length = struct.unpack_from("<Q", data)[0]
+    header, values = data[8 : 8 + length], data[8 + length :]
+    kind = chooser.choice(["length", "brackets", "pickle", "longer", "dtype", *["header"] * 5])
+    if kind == "length":
+        wrong = chooser.choice([0, 1, length - 1, length + 1, len(data), 2**31, 2**63, 2**64 - 1])
+        return kind, struct.pack("<Q", wrong) + data[8:]
+    if kind == "pickle":
+        return kind, pickle.dumps(_Evil())
+    if kind == "longer":
+        return kind, data + bytes(8)
+    if kind == "brackets":
+        header = b"[" * 50_000
+    elif kind == "dtype":
+        content = json.loads(header)
+        name = chooser.choice([name for name in content if name != "__metadata__"])
+        content[name]["dtype"] = chooser.choice(["BF16", "F16", "I16", "F8_E4M3", "F64", "C64", ""])
+        header = _json(content)
+    else:
+        kind, content = _altered(json.loads(header), chooser)
+        header = _json(content)
+    return kind, struct.pack("<Q", len(header)) + header + values
+
+
 ALWAYS_WRONG: dict[Kind, set[str]] = {
     arrays: {
         *("float", "nan", "bool", "complex", "text", "pairs", "dates", "objects", "unsigned"),
@@ -299,6 +325,7 @@ ALWAYS_WRONG: dict[Kind, set[str]] = {
         *("pickle that runs", "old pickle that runs", "pickled number", "pickled brackets"),
         *("place 2^31 of the memo", "bytes of 2^63", "archive"),
     },
+    weights: {"length", "brackets", "pickle", "longer"},
     index: {"magic", "version", "sequences", "documents", "lengths"},
 }
 """Of files with checksums, all damage is."""

@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from tests.damage.kinds import (
 _MADE = ("out", "built", "made.npz", "run1/report.html")
 """What commands write, and is removed before the next one."""
 
-_TIMES = re.compile(r'"(solve_us\w*|moved_s|beat_s)": (\{[^}]*\}|.*)')
+_TIMES = re.compile(r'"(solve_us\w*|moved_s|beat_s|free_bytes)": (\{[^}]*\}|.*)')
 """What differs from call to call."""
 
 _MODEL = "--model model.yaml --hardware server_8_h100"
@@ -46,7 +46,9 @@ _CHECKPOINT = (
 )
 _REPORT = ("report run1 --json", "report run1 run2 --out out --overwrite")
 
-FILES: dict[str, tuple[list[Kind], tuple[str, ...]]] = {
+Files = dict[str, tuple[list[Kind], tuple[str, ...]]]
+
+FILES: Files = {
     "loads.npz": (
         [arrays, arrays, raw],
         (
@@ -169,60 +171,11 @@ class Try:
         return f"{self.verdict}: {self.words} | {self.file}: {self.kind} | {self.said[-300:]!r}"
 
 
-def tries(folder: Path, count: int, seed: int, *, limit_s: float) -> Iterator[Try]:
-    """Yield `count` tries, each file and each of its commands in turn, in an empty folder."""
-    with chdir(folder):
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            make_good(folder)
-        good = {file: Path(file).read_bytes() for file in FILES}
-        results: dict[str, str] = {}
-        for file, (_, commands) in FILES.items():
-            for words in commands:
-                if words not in results:
-                    status, results[words], said, _ = _call(words, 10 * limit_s)
-                    assert status == 0, (file, words, said)
-        for number in range(count):
-            file = list(FILES)[number % len(FILES)]
-            damages, commands = FILES[file]
-            chooser = random.Random(f"{seed}-{number}")
-            words = commands[number // len(FILES) % len(commands)]
-            damage = chooser.choice(damages)
-            kind, bad = damage(good[file], chooser)
-            Path(file).write_bytes(bad)
-            status, out, said, seconds = _call(words, limit_s)
-            verdict = _verdict(status, said)
-            # Blanks around JSON mean nothing.
-            is_damaged = bad.strip() != good[file].strip() and _is_wrong(file, damage, kind)
-            # What is compared is all that `verify` says of a good file.
-            is_same = out == results[words] and not words.startswith("checkpoint verify")
-            if verdict == "accepted" and is_damaged and not is_same:
-                verdict = "silently wrong"
-            if EXECUTED.exists():
-                EXECUTED.unlink()
-                verdict = "executed"
-            Path(file).write_bytes(good[file])
-            yield Try(file, kind, words, status, said, verdict, seconds)
+Answer = tuple[int | None, str, str, float]
+"""Status (None if there is none), stdout, stderr, and the seconds that a command took."""
 
 
-def _is_wrong(file: str, damage: Kind, kind: str) -> bool:
-    if kind.startswith("added"):  # More than a reader looks for.
-        return False
-    if damage is raw or file.startswith("step_"):
-        return file.startswith("step_") or file.endswith(".npz")  # Its parts have checksums.
-    return kind.partition(" in ")[0] in ALWAYS_WRONG[damage]
-
-
-def _verdict(status: int | None, said: str) -> str:
-    if status is None:
-        return said.partition(":")[0]
-    if "Traceback (most recent call last)" in said:
-        return "traceback"
-    if status == 0:
-        return "accepted"
-    return "refused" if status in (1, 2) and len(said.splitlines()) <= 1 else "many lines"
-
-
-def _call(words: str, limit_s: float) -> tuple[int | None, str, str, float]:
+def call_command(words: str, limit_s: float) -> Answer:
     """Return status, stdout and stderr of a command, and the seconds that it took."""
     for name in _MADE:
         path = Path(name)
@@ -268,6 +221,78 @@ def _within(limit_s: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def tries(
+    folder: Path,
+    count: int,
+    seed: int,
+    *,
+    limit_s: float,
+    files: Files = FILES,
+    make: Callable[[Path], object] = make_good,
+    call: Callable[[str, float], Answer] = call_command,
+) -> Iterator[Try]:
+    """Yield `count` tries, each file and each of its commands in turn, in an empty folder.
+
+    Args:
+        folder: The empty folder.
+        count: How many files to damage.
+        seed: Of what is damaged how.
+        limit_s: Longest time of a command in seconds.
+        files: What is damaged, how, and the commands that read it.
+        make: Makes the good files in a folder.
+        call: Calls a command.
+    """
+    with chdir(folder):
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            make(folder)
+        good = {file: Path(file).read_bytes() for file in files}
+        results: dict[str, str] = {}
+        for file, (_, commands) in files.items():
+            for words in commands:
+                if words not in results:
+                    status, results[words], said, _ = call(words, 10 * limit_s)
+                    assert status == 0, (file, words, said)
+        for number in range(count):
+            file = list(files)[number % len(files)]
+            damages, commands = files[file]
+            chooser = random.Random(f"{seed}-{number}")
+            words = commands[number // len(files) % len(commands)]
+            damage = chooser.choice(damages)
+            kind, bad = damage(good[file], chooser)
+            Path(file).write_bytes(bad)
+            status, out, said, seconds = call(words, limit_s)
+            verdict = _verdict(status, said)
+            # Blanks around JSON mean nothing.
+            is_damaged = bad.strip() != good[file].strip() and _is_wrong(file, damage, kind)
+            # What is compared is all that `verify` says of a good file.
+            is_same = out == results[words] and not words.startswith("checkpoint verify")
+            if verdict == "accepted" and is_damaged and not is_same:
+                verdict = "silently wrong"
+            if EXECUTED.exists():
+                EXECUTED.unlink()
+                verdict = "executed"
+            Path(file).write_bytes(good[file])
+            yield Try(file, kind, words, status, said, verdict, seconds)
+
+
+def _is_wrong(file: str, damage: Kind, kind: str) -> bool:
+    if kind.startswith("added"):  # More than a reader looks for.
+        return False
+    if damage is raw or file.startswith("step_"):
+        return file.startswith("step_") or file.endswith(".npz")  # Its parts have checksums.
+    return kind.partition(" in ")[0] in ALWAYS_WRONG[damage]
+
+
+def _verdict(status: int | None, said: str) -> str:
+    if status is None:
+        return said.partition(":")[0]
+    if "Traceback (most recent call last)" in said:
+        return "traceback"
+    if status == 0:
+        return "accepted"
+    return "refused" if status in (1, 2) and len(said.splitlines()) <= 1 else "many lines"
 
 
 def table(found: list[Try]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

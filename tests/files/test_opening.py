@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,20 @@ def test_what_is_written_replaces_it(kind: str, precious: Path, tmp_path: Path) 
         1.0,
     ]
     assert precious.read_text() == SECRET
+
+
+def test_a_disk_that_fails_is_one_line_with_the_file(tmp_path: Path) -> None:
+    def lines() -> Iterator[str]:
+        yield "one"
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = tmp_path / "text"
+    with pytest.raises(OSError, match=rf"No space left on device: '{file}'"):
+        write_whole(file, lines())
+    assert list(tmp_path.iterdir()) == []
+    failing = Path("/proc/self/mem")  # A regular file whose first page is in no memory.
+    with pytest.raises(ValueError, match="/proc/self/mem cannot be read: Input/output error"):
+        read_arrays(failing, required=("load",), optional=(), check=len)
 
 
 def test_a_hard_link_is_not_written(precious: Path, tmp_path: Path) -> None:

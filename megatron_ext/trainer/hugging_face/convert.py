@@ -28,7 +28,7 @@ from checkpoints_tools.folder import (
     COMMON_FILE,
     TABLE_FILE,
     Hasher,
-    find_changes,
+    check_whole,
     hash_file,
     newest_of,
     sync,
@@ -148,8 +148,7 @@ def exporting(path: Path, like: Path, out: Path) -> Iterator[Conversion]:
         model.check_saved(saved)
 
         def write(folder: Path, on_bytes: OnBytes) -> None:
-            if changes := find_changes(saved.folder):
-                raise ValueError(f"{saved.folder}: {changes[0]}")
+            check_whole(saved.folder)
             writer = HubWriter(folder, like)
             filled = (
                 dataclasses.replace(task, param_weight=model.saved(task.param_name, saved))

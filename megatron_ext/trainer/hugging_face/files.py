@@ -61,7 +61,10 @@ class HubTensors(Mapping[str, Tensor]):
                 tensor = reader.get_slice(name)
                 self._file_of[name] = file
                 self.sizes[name] = math.prod(tensor.get_shape())
-                dtypes[tensor.get_dtype()] += self.sizes[name]
+                dtype = tensor.get_dtype()
+                if "F" not in dtype:  # Whole numbers would be taken for weights.
+                    raise ValueError(f"{folder / file}: {name} is of {dtype}, not floating point")
+                dtypes[dtype] += self.sizes[name]
         for name, file in files.items():
             if self._file_of.get(name) != file:
                 raise ValueError(f"{folder / file} lacks the tensor {name} that {_INDEX} names")

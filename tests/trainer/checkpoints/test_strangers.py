@@ -13,12 +13,19 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from checkpoints_tools.folder import CHECKSUMS_FILE, hash_file, write_checksums
 from checkpoints_tools.pickles import ForeignClassError, read_table
@@ -170,7 +177,7 @@ def test_a_table_names_only_its_own_classes(craft: Callable[[], bytes], tmp_path
         read_table(tmp_path / ".metadata")
 
 
-@pytest.mark.parametrize("name", ["../secret", "..", "/dev/zero", "a/b", "", None])
+@pytest.mark.parametrize("name", ["../secret", "..", "/dev/zero", "a/b", ""])
 def test_a_table_names_files_of_its_own_folder(name: object, tmp_path: Path) -> None:
     places = {MetadataIndex("a"): _StorageInfo(name, 0, 1)}  # type: ignore[arg-type]
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data=places)))
@@ -196,3 +203,43 @@ def test_experts_of_a_changed_checkpoint_are_not_moved(
         assert (status, out) == (2, "")
         assert f"{folders / OLDER}: {name} was changed: its checksum is another" in err
     assert not list(tmp_path.glob(".out*")) + list(tmp_path.glob("out"))
+
+
+ENDLESS: Any = ["x"] * 9
+for _ in range(9):
+    ENDLESS = [ENDLESS] * 9
+"""Few lists that name each other: written out, they have 9 ** 10 values."""
+
+
+def _table(
+    name: Any = "a", file: Any = "f", place: Any = 0, size: Any = (4,), dtype: Any = torch.float32
+) -> Metadata:
+    properties = TensorProperties(dtype=dtype)
+    entry = TensorStorageMetadata(properties, size, [ChunkStorageMetadata((0,), size)])
+    places = {MetadataIndex(name): _StorageInfo(file, place, 1)}
+    return Metadata({"a": entry}, storage_data=places)
+
+
+@pytest.mark.parametrize(
+    "craft",
+    [
+        lambda: _table(name="x" * 10**6),
+        lambda: _table(file=ENDLESS),
+        lambda: _table(file=None),
+        lambda: _table(place=ENDLESS),
+        lambda: _table(place=2**62),
+        lambda: _table(size=ENDLESS),
+        lambda: _table(size=(2**62, 2**62)),
+        lambda: _table(size=(10,) * 10**6),
+        lambda: _table(dtype=ENDLESS),
+    ],
+)
+def test_a_table_has_names_places_and_sizes_of_a_checkpoint(
+    craft: Callable[[], Metadata], tmp_path: Path
+) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_table()))
+    assert read_table(tmp_path / ".metadata").state_dict_metadata.keys() == {"a"}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(craft()))
+    with pytest.raises(ValueError, match=r"^\.metadata is cut off or damaged \(.*") as error:
+        read_table(tmp_path / ".metadata")
+    assert len(str(error.value)) < 200

@@ -131,10 +131,11 @@ def main(folder: Path) -> None:
     """Make, convert and convert back every family."""
     families = {name: folder / name for name in CONFIGS}
     for name, here in families.items():
-        _make(name, here)
+        make(name, here)
 
     from megatron_ext.cli import main as command
     from megatron_ext.trainer.hugging_face import files
+    from tests.damage.hub import hub_tries
 
     said: dict[str, Any] = {}
     for name, here in families.items():
@@ -160,8 +161,15 @@ def main(folder: Path) -> None:
     flipped = _with_a_flipped_bit(families["mixtral"] / "imported", folder / "flipped")
     words = ["checkpoint", "export-hf", flipped, "--like", families["mixtral"] / "hub"]
     said["of a flipped bit"] = _run(command, [*words, "--out", out]) | {"left": _listed(out)}
+    _forget_the_checksum(flipped)
+    words = ["checkpoint", "export-hf", flipped, "--like", families["mixtral"] / "hub"]
+    said["of a lost checksum"] = _run(command, [*words, "--out", out]) | {"left": _listed(out)}
     words = ["checkpoint", "import-hf", families["mixtral"] / "hub", "--out", out, "--dry-run"]
     said["dry run"] = _run(command, words) | {"left": _listed(out)}
+    (folder / "damaged").mkdir()
+    damaged = list(hub_tries(folder / "damaged", 120, seed=0, limit_s=60))
+    said["refused"] = sum(each.verdict == "refused" for each in damaged)
+    said["faults"] = [str(each) for each in damaged if each.is_fault]
     said["bridge"] = _in_bridge(families["qwen3_moe"] / "hub")
     (folder / "said.json").write_text(json.dumps(said))
 
@@ -175,6 +183,13 @@ def _with_a_flipped_bit(imported: Path, there: Path) -> Path:
         stream.seek(-1, os.SEEK_CUR)
         stream.write(bytes([byte ^ 1]))
     return there
+
+
+def _forget_the_checksum(imported: Path) -> None:
+    (file,) = imported.glob("checkpoints/*/checksums.json")
+    content = json.loads(file.read_text())
+    del content["files"]["__0_0.distcp"]
+    file.write_text(json.dumps(content))
 
 
 def _listed(folder: Path) -> list[str]:
@@ -199,6 +214,11 @@ def _forget(hub: Path) -> None:
         tensors = load_file(file)
         if tensors.pop("model.norm.weight", None) is not None:
             save_file(tensors, file, {"format": "pt"})
+
+
+def _take_for_whole(hub: Path) -> None:
+    (file, *_) = sorted(hub.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes().replace(b'"BF16"', b'"I16" ', 1))
 
 
 def _lead_outside(hub: Path) -> None:
@@ -237,6 +257,7 @@ WRONG: dict[str, Callable[[Path], Any]] = {
     "a cut shard": _cut,
     "a lost shard": _lose,
     "a missing tensor": _forget,
+    "whole numbers": _take_for_whole,
     "an index that leads outside": _lead_outside,
     "a damaged configuration": lambda hub: os.truncate(hub / "config.json", 40),
     "no configuration": lambda hub: (hub / "config.json").unlink(),
@@ -246,7 +267,7 @@ WRONG: dict[str, Callable[[Path], Any]] = {
     "another size": lambda hub: _change(hub / "config.json", moe_intermediate_size=48),
     "another vocabulary": lambda hub: _change(hub / "config.json", vocab_size=700),
     "fewer layers": lambda hub: _change(hub / "config.json", num_hidden_layers=1),
-    "a million layers": lambda hub: _change(hub / "config.json", num_hidden_layers=10**6),
+    "thousands of layers": lambda hub: _change(hub / "config.json", num_hidden_layers=9000),
     "no layers": lambda hub: _change(hub / "config.json", num_hidden_layers=-3),
     "scaled positions": lambda hub: _change(
         hub / "config.json", rope_parameters={"rope_type": "linear", "factor": 4.0}
@@ -316,7 +337,7 @@ def _run(command: Callable[[list[str]], int], words: list[Any]) -> dict[str, Any
     return {"status": status, "stdout": stdout.getvalue(), "stderr": stderr.getvalue()}
 
 
-def _make(name: str, here: Path) -> None:
+def make(name: str, here: Path) -> None:
     """Write a model with random weights, a tokenizer, and the model's logits."""
     torch.manual_seed(1)
     hub, config = here / "hub", CONFIGS[name]()

@@ -115,6 +115,7 @@ WRONG = {
     "a cut shard": r"/hub/model-00001-of-00002\.safetensors is cut off or damaged .*",
     "a lost shard": r"/hub/model-00002-of-00002\.safetensors is missing",
     "a missing tensor": r"/hub lacks the tensor model\.norm\.weight",
+    "whole numbers": r"/hub/model-00001-of-00002\.safetensors: .* is of I16, not floating point",
     "an index that leads outside": r"/hub/.*index\.json is damaged: \.\./elsewhere.*",
     "a damaged configuration": r"/hub/config\.json is no readable JSON: .*",
     "no configuration": r"/hub is no Hugging Face model: it has no config\.json",
@@ -122,8 +123,8 @@ WRONG = {
     "another size": r"/hub: .*experts\.0\.gate_proj.* have 4,096 numbers, .* has 6,144",
     "another vocabulary": r"/hub: model\.embed_tokens.* have 19,200 numbers, .* has 44,800",
     "fewer layers": r"/hub has 33 tensors that the model of its config\.json has not, such as .*",
-    "a million layers": r"/hub: by config\.json num_layers is 1000000, and there are 69 tensors",
-    "no layers": r"/hub: model\.num_layers \(-3\) must be >= 1",
+    "thousands of layers": r"/hub: by config\.json num_layers is 9000, and there are 69 tensors",
+    "no layers": r"/hub: model\.num_layers \(-3\) must be from 1 to 10000",
     "scaled positions": r"/hub: the trainer cannot make this model: .* scaled by linear",
     "windows": r"/hub: the trainer cannot make this model: it has no windows \(8 tokens\)",
     "tied embeddings": r"/hub: the trainer cannot make this model: share_embeddings_.*",
@@ -154,8 +155,16 @@ def test_a_dry_run_and_a_refused_export_write_nothing(converted: Path) -> None:
     assert said["of a flipped bit"]["stderr"].endswith(
         ".distcp was changed: its checksum is another\n"
     )
+    assert said["of a lost checksum"]["status"] == 2
+    assert "__0_0.distcp is not covered: " in said["of a lost checksum"]["stderr"]
     names = ("dry run", "of another model", "of more layers", "of a flipped bit")
-    assert [said[name]["left"] for name in names] == [[], [], [], []]
+    assert [said[name]["left"] for name in (*names, "of a lost checksum")] == [[]] * 5
+
+
+def test_damaged_folders_and_checkpoints(converted: Path) -> None:
+    said = json.loads((converted / "said.json").read_text())
+    assert said["faults"] == []
+    assert said["refused"] > 60
 
 
 def test_bridge_exports_a_balanced_model_and_reads_its_settings(converted: Path) -> None:
