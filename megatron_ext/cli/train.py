@@ -253,8 +253,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield _replication_line(moved)
     if (step := report["step"]) is None:
         yield (
-            "Time of a step: the simulator has no model of tensor parallelism, of replicas that were "
-            "placed before, nor of one EP rank."
+            "Time of a step: the simulator has no model of tensor parallelism, of replicas that "
+            "were placed before, nor of one EP rank."
         )
     else:
         yield _step_line(step, report)
