@@ -12,12 +12,6 @@
 
 namespace megatron_ext {
 
-// An array that tries read. tests/perf/warp_ops.cpp has a class in its place, which counts.
-#ifndef MEGATRON_EXT_COUNTED
-template <class T>
-using Array = T*;
-#endif
-
 // A domain but for its arrays. Amount: int32 if nothing that a try compares leaves 32 bits
 // (is_narrow), else int64.
 template <class Amount>
@@ -43,9 +37,9 @@ struct DomainSizes {
 
 template <class Amount>
 struct Domain : DomainSizes<Amount> {
-    Array<const Amount> expert_load;     // [D * M] assignments of all sources
-    Array<const Amount> home_load;       // [D] assignments of a rank's mains
-    Array<const int32_t> busiest_first;  // [D] ranks
+    const Amount* expert_load;     // [D * M] assignments of all sources
+    const Amount* home_load;       // [D] assignments of a rank's mains
+    const int32_t* busiest_first;  // [D] ranks
 
     MEGATRON_EXT_HOST_DEVICE Amount before() const { return home_load[busiest_first[0]]; }
 };
@@ -65,22 +59,22 @@ MEGATRON_EXT_HOST_DEVICE inline int32_t rounds_of(int count) { return (count + 3
 // Arrays of a try, in memory of the caller.
 template <class Amount>
 struct TryMemory {
-    Array<int64_t> words;     // [D + 8] for a device's collectives; see also hosts.h
-    Array<Amount> room;       // [D] assignments a rank may still take; below 0 it has to shed some
-    Array<Amount> host_room;  // [D] the same of hosts; see hosts.h
-    Array<Amount> width;      // [D] what a chain carries to a rank
-    Array<Amount> wider;      // [D] the same after one more step
-    Array<Amount> kept;       // [D * M] assignments that stay with the main
-    Array<Amount> amount;     // [D * S] assignments of a replica
-    Array<int32_t> held;      // [D] slots in use, from slot 0
-    Array<int32_t> sends;     // [D] replicas of a rank's mains
-    Array<int32_t> hottest;   // [D] expert of a rank that keeps most
-    Array<int32_t> order;     // [D] ranks, in the order of shedding
-    Array<int32_t> host;      // [D] of SortedHosts
-    Array<int32_t> step;      // [D] last step of the chain to a rank
-    Array<int32_t> expert;    // [D * S] expert of a replica
-    Array<int32_t> giver;     // [D * S] home of that expert
-    Array<int32_t> given;     // [D * S] replicas of one rank's mains
+    int64_t* words;     // [D + 8] for a device's collectives; see also hosts.h
+    Amount* room;       // [D] assignments a rank may still take; below 0 it has to shed some
+    Amount* host_room;  // [D] the same of hosts; see hosts.h
+    Amount* width;      // [D] what a chain carries to a rank
+    Amount* wider;      // [D] the same after one more step
+    Amount* kept;       // [D * M] assignments that stay with the main
+    Amount* amount;     // [D * S] assignments of a replica
+    int32_t* held;      // [D] slots in use, from slot 0
+    int32_t* sends;     // [D] replicas of a rank's mains
+    int32_t* hottest;   // [D] expert of a rank that keeps most
+    int32_t* order;     // [D] ranks, in the order of shedding
+    int32_t* host;      // [D] of SortedHosts
+    int32_t* step;      // [D] last step of the chain to a rank
+    int32_t* expert;    // [D * S] expert of a replica
+    int32_t* giver;     // [D * S] home of that expert
+    int32_t* given;     // [D * S] replicas of one rank's mains
 
     // Lay the arrays out behind `memory`, which has `bytes` for them; for `ranks` ranks or fewer.
     MEGATRON_EXT_HOST_DEVICE static int bytes(int ranks, int experts, int slots) {
@@ -114,7 +108,7 @@ struct TryMemory {
 
   private:
     template <class T>
-    MEGATRON_EXT_HOST_DEVICE static void put(Array<T>& array, char* memory, int& offset, int n) {
+    MEGATRON_EXT_HOST_DEVICE static void put(T*& array, char* memory, int& offset, int n) {
         if (memory != nullptr) array = reinterpret_cast<T*>(memory + offset);
         offset += n * static_cast<int>(sizeof(T));
     }

@@ -64,8 +64,8 @@ class DomainBound {
     // order, how many ranks come before their home in busiest_first.
     MEGATRON_EXT_HOST_DEVICE DomainBound(Warp warp,
                                          const Domain<Amount>& domain,
-                                         Array<const int32_t> hottest_first,
-                                         Array<const int32_t> busier)
+                                         const int32_t* hottest_first,
+                                         const int32_t* busier)
         : warp_(warp), domain_(domain), hottest_first_(hottest_first), busier_(busier) {}
 
     // The mean, rounded up, and more where slots cannot bring cold ranks enough: a rank computes at
@@ -130,8 +130,8 @@ class DomainBound {
   private:
     const Warp warp_;
     const Domain<Amount>& domain_;
-    const Array<const int32_t> hottest_first_;
-    const Array<const int32_t> busier_;
+    const int32_t* const hottest_first_;
+    const int32_t* const busier_;
 };
 
 // Rounds of a warp that the tries of a domain may take all together, but for those of UltraEP's
