@@ -27,7 +27,7 @@ from megatron_ext.config import BalanceConfig
 from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import fill, markdown_table
 from megatron_ext.files.whole import write_whole
-from megatron_ext.lab.hardware import SOLVED_PAIRS, Hardware, constants
+from megatron_ext.lab.hardware import FIXED_SOLVE, SOLVED_RANKS, Hardware, constants
 from megatron_ext.lab.planning import Asked, make_planners, plan_loads, read_name
 from megatron_ext.trainer.model.shape import ModelShape
 from megatron_ext.transport import Transfers
@@ -311,10 +311,10 @@ def _result_of(
         return _summarize(machine, loads, plans, solve_s=0.0, slots=0)
     ranks, experts = machine.ep_size, machine.shape.num_experts
     slots = get_strategy(strategy).num_slots(setting.slots, experts // ranks)
-    # Planning takes the hardware file's time, in proportion to R x E; else the time it took here.
+    # Planning takes the hardware file's time, for as many ranks; else the time it took here.
     if name in setting.hardware.solve_us:
         solve_from, solve_us = "hardware", setting.hardware.solve_us[name]
-        solve_s = solve_us * 1e-6 * ranks * experts / SOLVED_PAIRS
+        solve_s = solve_us * 1e-6 * (FIXED_SOLVE + (1 - FIXED_SOLVE) * ranks / SOLVED_RANKS)
     else:
         solve_from = "here"
         solve_s = float(np.median([one.solve_us for one in planned])) * 1e-6

@@ -18,7 +18,7 @@ from megatron_ext.balance.strategies.strategy import PlanSettings
 from megatron_ext.cli import main
 from megatron_ext.config import BalanceConfig
 from megatron_ext.files.loads import Loads, write_loads
-from megatron_ext.lab.hardware import SOLVED_PAIRS, Hardware, constants, read_hardware
+from megatron_ext.lab.hardware import Hardware, constants, read_hardware
 from megatron_ext.lab.shape import read_shape
 from megatron_ext.lab.simulate import (
     LEGEND,
@@ -242,9 +242,9 @@ def test_what_is_beside_moe_layers_by_hand():
     assert machine.outside_layers_s() == pytest.approx(4 * dense + 3 * logits)
 
 
-def test_solving_is_the_machines_in_proportion(load):
+def test_solving_takes_the_machines_time_for_as_many_ranks(load):
     quota = simulated(Loads(load[None]), "quota")["strategies"]["quota"]
-    assert quota["layer_ms"]["forward_solve"] == pytest.approx(1.0 * 2 * 4 / SOLVED_PAIRS)
+    assert quota["layer_ms"]["forward_solve"] == pytest.approx(1.0 * (0.3 + 0.7 * 2 / 64))
     exact = simulated(Loads(load[None]), "exact")["strategies"]["exact"]
     assert exact["layer_ms"]["forward_solve"] > 0.001  # Not named there: as it took here.
     both = layer_table(simulated(Loads(load[None]), "exact", "quota", "eplb_exact"))
