@@ -126,6 +126,8 @@ def check_yaml(path: Path, *, follow: bool = True) -> str:
                         problem = f"a value has more than {_MOST_LETTERS} letters"
                     elif event.implicit[0] and _HUGE.fullmatch(event.value):
                         problem = f"{event.value[:20]}... is beyond 64 bits"
+                    elif event.value and not around:  # OmegaConf would take it for a name.
+                        problem = "it holds one value, and no mapping"
                     sizes |= {name: (1 + letters, here)} if name else {}
                 else:
                     around.append((name, nodes - 1, references))

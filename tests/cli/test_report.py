@@ -187,6 +187,7 @@ LAYERS = {"step": 7, "layer": [1], "rank_loads_before": [[3, 1]], "rank_loads_af
         ),
         ("config.yaml", "a: [", "config.yaml, line 2 is no readable YAML: "),
         ("config.yaml", "[1]", "config.yaml holds no mapping"),
+        ("config.yaml", "hello", "config.yaml, line 1 is no readable YAML: it holds one value"),
         ("config.yaml", DEEP, "line 5 is no readable YAML: it has more than 10000 values"),
         ("config.yaml", "a: &a\n  b: *a\n", "line 2 is no readable YAML: *a names nothing above"),
         ("config.yaml", "a: " + 3000 * "[", "config.yaml, line 1 is no readable YAML: it has more"),
