@@ -119,6 +119,8 @@ def one_line(text: str) -> str:
 
     >>> one_line("run\x1b[2J is\n  cut off")
     'run\\x1b[2J is cut off'
+    >>> len(one_line(10_000 * "x"))
+    8004
     """
     text = " ".join(text.split())
     return plain(text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]} ...")

@@ -34,9 +34,9 @@ constexpr int kSteps = 4;        // of a binary search in one round: 15 tries
 constexpr int kStepsBeside = 3;  // of those beside the methods: 7 tries
 static_assert(kMethods + (1 << kStepsBeside) <= kWarps, "methods and steps in one round");
 
-// What a block sums up of all domains before it plans. Where there is one domain, it lies where
-// tries will: read at once from global memory, what was just written there took a third of these
-// sums' time.
+// What a block sums up of all domains before it plans. Where there is one domain, it lies in shared
+// memory, where tries will: to read from global memory what the block has just written there took
+// half of the bounds' time.
 struct Sums {
     int64_t* expert_load;    // [E]
     int64_t* home_load;      // [R]

@@ -4,8 +4,7 @@
 //   FlatHosts    an entry a rank, for lanes side by side: all are looked at, nothing is moved
 // SortedHosts keeps the room that a rank is listed with in `words`, by rank.
 // Where hosts are equally roomy, the lower rank is the tighter one. Functions get the Moves that
-// they belong to; where they get an expert, only hosts without a replica of it count. It may be -1,
-// if no rank has one: then there is nothing to look at, which a GPU would wait for.
+// they belong to; where they get an expert, only hosts without a replica of it count.
 #pragma once
 
 #include <algorithm>
@@ -195,7 +194,7 @@ class FlatHosts {
         const int ranks = moves.domain().ranks;
         const int t =
             moves.warp().template lowest_from<Moves::kRanks>(ranks, moves.at().host_room, amount);
-        if (t < 0 || expert < 0 || moves.find_slot(t, expert) < 0) return t;
+        if (t < 0 || moves.find_slot(t, expert) < 0) return t;
         list_others(moves, expert);
         return moves.warp().template lowest_from<Moves::kRanks>(ranks, moves.at().wider, amount);
     }
@@ -205,7 +204,7 @@ class FlatHosts {
         const int ranks = moves.domain().ranks;
         const int t =
             moves.warp().template highest_below<Moves::kRanks>(ranks, moves.at().host_room, most);
-        if (t < 0 || expert < 0 || moves.find_slot(t, expert) < 0) return t;
+        if (t < 0 || moves.find_slot(t, expert) < 0) return t;
         list_others(moves, expert);
         return moves.warp().template highest_below<Moves::kRanks>(ranks, moves.at().wider, most);
     }
@@ -231,7 +230,7 @@ class FlatHosts {
                 moves.domain().ranks, rooms, most, whole, at.words);
         };
         Pair pair = find_in(at.host_room);
-        if (pair.higher < 0 || expert < 0 ||
+        if (pair.higher < 0 ||
             (moves.slot_of(pair.higher, expert) < 0 && moves.slot_of(pair.lower, expert) < 0)) {
             return pair;
         }

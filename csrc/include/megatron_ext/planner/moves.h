@@ -244,7 +244,7 @@ class Moves {
     MEGATRON_EXT_HOST_DEVICE static Amount most(Amount a, Amount b) { return a > b ? a : b; }
 
     MEGATRON_EXT_HOST_DEVICE void spend(int32_t rounds) { work_ += rounds; }
-    // So many times, or until it is spent.
+    // So many times, or until it is spent; mostly at once, as a try has much left.
     MEGATRON_EXT_HOST_DEVICE void spend_until_spent(int32_t times, int32_t rounds) {
         if (int64_t{times} * rounds < work_limit_ - work_) {
             spend(times * rounds);

@@ -23,20 +23,18 @@ class Shedding {
         const auto& at = moves_.at();
         Amount whole = -at.room[rank];
         Best<Amount> hot = moves_.hottest(rank);
-        bool is_new = at.sends[rank] == 0;  // None of its mains has a replica.
         MEGATRON_EXT_ROLLED
         while (whole > 0) {
             if (moves_.is_spent()) return false;
             moves_.spend(8 * rounds_of(moves_.domain().ranks));
             // A replica that must carry more than the excess may: nobody is hurt by room.
             const Amount needed = moves_.most(whole, moves_.domain().min_quota);
-            const Best<Amount> expert{is_new ? -1 : hot.index, hot.key};
             int host = -1;
             Amount piece = needed;
             if (hot.key >= needed) {
-                host = moves_.tightest_host(expert.index, needed);
+                host = moves_.tightest_host(hot.index, needed);
                 if (host < 0 && pairs_) {
-                    const Pair pair = moves_.tightest_pair(expert.index, needed, whole);
+                    const Pair pair = moves_.tightest_pair(hot.index, needed, whole);
                     moves_.spend(6 * rounds_of(pair.values));
                     host = pair.higher;
                     if (host >= 0) piece = at.room[host];
@@ -44,7 +42,7 @@ class Shedding {
             }
             if (host < 0) {
                 // The largest piece, unless a chain carries more.
-                host = host_of_largest_piece(expert, whole);
+                host = host_of_largest_piece(hot, whole);
                 piece = host < 0 ? 0 : moves_.least(moves_.least(hot.key, at.room[host]), whole);
                 const bool is_moved = piece < whole && moves_.is_any_roomier(piece) &&
                                       chain_.move(rank, whole, piece);
@@ -52,13 +50,11 @@ class Shedding {
                     if (!is_moved && !swap(rank, whole)) return false;
                     whole = -at.room[rank];
                     hot = moves_.hottest(rank);
-                    is_new = false;
                     continue;
                 }
             }
             hot = moves_.add_here(rank, hot.index, host, piece);
             whole -= piece;
-            is_new = false;
         }
         return true;
     }
