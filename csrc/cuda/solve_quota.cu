@@ -44,17 +44,23 @@ struct Sums {
     int32_t* hottest_first;  // [E], counted within the domain
     int32_t* busier;         // [E], see DomainBound
     int32_t* place;          // [R] of a rank in busiest_first
+    int64_t* hottest;        // [R] loads of ranks' hottest mains, in the order busiest_first
+    int64_t* hottest_sum;    // [R] of these, each with those before it
+    int64_t* excess;         // [R] above a threshold, in the same order
 
     __host__ __device__ int64_t lay_out(char* memory, const QuotaProblem& problem) {
         const int64_t ranks = problem.num_ranks;
         const int64_t experts = problem.num_experts;
         expert_load = reinterpret_cast<int64_t*>(memory);
         home_load = expert_load + experts;
-        busiest_first = reinterpret_cast<int32_t*>(home_load + ranks);
+        hottest = home_load + ranks;
+        hottest_sum = hottest + ranks;
+        excess = hottest_sum + ranks;
+        busiest_first = reinterpret_cast<int32_t*>(excess + ranks);
         hottest_first = busiest_first + ranks;
         busier = hottest_first + experts;
         place = busier + experts;
-        return (8 * (experts + ranks) + 8 * (ranks + experts) + 15) / 16 * 16;
+        return (8 * (experts + 4 * ranks) + 8 * (ranks + experts) + 15) / 16 * 16;
     }
 };
 
@@ -189,6 +195,7 @@ template <int kMostRanks, int kMostExperts, int kMostSlots>
 struct SharedMemory {
     using Amount = int32_t;
     static constexpr int kRanks = kMostRanks;
+    static constexpr int kSlots = kMostSlots;
     static_assert((2 * kMostSlots + 1) * kMostRanks <= 1 << kIndexBits, "ids of offers in a chain");
     static_assert(kMostExperts <= 1 << kIndexBits, "mains of a rank");
     static_assert(kMostRanks <= 1 << kRankBits, "keys of ranks");
@@ -257,6 +264,7 @@ struct SharedMemory {
 struct GlobalMemory {
     using Amount = int64_t;
     static constexpr int kRanks = 0;
+    static constexpr int kSlots = 0;
     char* start;
 
     __device__ void copy(const DomainSizes<Amount>& sizes, const Domain<int64_t>& domain) const {
@@ -317,6 +325,12 @@ struct PlannerWarp : DeviceLanes<typename TheMemory::Amount> {
     using Hosts = FlatHosts<typename TheMemory::Amount>;
     using Given = FlatGiven;
     using Paths = FlatPaths<typename TheMemory::Amount>;
+    template <class Warp>
+    using AtHand =
+        std::conditional_t<TheMemory::kRanks == 0, MemoryAtHand<Warp>, RegistersAtHand<Warp>>;
+    template <class Warp>
+    using HandOver =
+        std::conditional_t<TheMemory::kRanks == 0, HandOverInTurn<Warp>, HandOverAtOnce<Warp>>;
 };
 
 // Warp::Memory: where the tries lie. verdicts: [kWarps], which the warps of a block share.
@@ -650,18 +664,18 @@ __global__ __launch_bounds__(kSumThreads) void sum_columns_kernel(QuotaProblem p
     sums.expert_load[e] = sum;
 }
 
-// The ranks' sums and the orders, from the experts' sums. Of all domains: where the search starts
+// The ranks' sums and their order, from the experts' sums. Of all domains: where the search starts
 // depends on the worst of them. By the whole block.
 //   has_room  whether kMostWords fit into the shared memory
-__device__ __noinline__ void sum_domains(const QuotaProblem& problem,
-                                         const Sums& sums,
-                                         int num_domains,
-                                         bool has_room) {
+// Returns whether values are ordered in words.
+__device__ __noinline__ bool sum_ranks(const QuotaProblem& problem,
+                                       const Sums& sums,
+                                       int num_domains,
+                                       bool has_room) {
     __shared__ bool in_words;
     const int mains = mains_of(problem);
     const auto ranks = static_cast<int>(problem.nvlink_domain);
-    const int experts = ranks * mains;
-    if (threadIdx.x == 0) in_words = has_room && experts <= kMostWords;
+    if (threadIdx.x == 0) in_words = has_room && ranks * mains <= kMostWords;
     __syncthreads();
     MEGATRON_EXT_ROLLED
     for (int64_t r = threadIdx.x; r < problem.num_ranks; r += kThreads) {
@@ -681,6 +695,17 @@ __device__ __noinline__ void sum_domains(const QuotaProblem& problem,
         });
     }
     __syncthreads();
+    return in_words;
+}
+
+// The experts' order. By the whole block.
+__device__ __noinline__ void order_experts(const QuotaProblem& problem,
+                                           const Sums& sums,
+                                           int num_domains,
+                                           bool in_words) {
+    const int mains = mains_of(problem);
+    const auto ranks = static_cast<int>(problem.nvlink_domain);
+    const int experts = ranks * mains;
     MEGATRON_EXT_ROLLED
     for (int d = 0; d < num_domains; ++d) {
         const int first = d * experts;
@@ -689,6 +714,64 @@ __device__ __noinline__ void sum_domains(const QuotaProblem& problem,
             sums.busier[first + place] = sums.place[d * ranks + e / mains];
         });
     }
+    __syncthreads();
+}
+
+// Whether no bound is above `threshold`, as far as that can be seen without ordering experts: from
+// the hottest main of each rank. By the whole block; false where sums may leave int64.
+__device__ __noinline__ bool are_bounds_within(const QuotaProblem& problem,
+                                               const Sums& sums,
+                                               int num_domains,
+                                               int64_t total,
+                                               int64_t threshold) {
+    __shared__ bool is_within;
+    if (problem.num_slots == 0 || total > int64_t{1} << 48) return false;
+    const int mains = mains_of(problem);
+    const auto ranks = static_cast<int>(problem.nvlink_domain);
+    const auto thread = static_cast<int>(threadIdx.x);
+    if (thread == 0) is_within = true;
+    // The sum of the first i + 1 values, in part; reads are in flight at once.
+    const auto sum_to = [&](const int64_t* values) {
+        return [values, ranks](int i, int part, int parts) -> long long {
+            long long sum = 0;
+#pragma unroll 4
+            for (int j = part; j < ranks; j += parts) sum += j <= i ? values[j] : 0;
+            return sum;
+        };
+    };
+    MEGATRON_EXT_ROLLED
+    for (int d = 0; d < num_domains; ++d) {
+        const int first = d * ranks;
+        int64_t* const hottest = sums.hottest + first;
+        int64_t* const hottest_sum = sums.hottest_sum + first;
+        int64_t* const excess = sums.excess + first;
+        MEGATRON_EXT_ROLLED
+        for (int i = thread; i < ranks; i += kThreads) {
+            const int r = first + sums.busiest_first[first + i];
+            int64_t most = 0;
+#pragma unroll 4
+            for (int m = 0; m < mains; ++m) most = larger(most, sums.expert_load[r * mains + m]);
+            hottest[i] = most;
+            excess[i] = sums.home_load[r] - threshold;
+        }
+        __syncthreads();
+        for_each_sum(ranks, sum_to(hottest), [&](int i, int64_t sum) { hottest_sum[i] = sum; });
+        __syncthreads();
+        for_each_sum(ranks, sum_to(excess), [&](int i, int64_t sum) {
+            const int64_t senders = i + 1;
+            const int64_t free = problem.num_slots * (ranks - senders);
+            const int64_t taking = free < senders ? free : senders;
+            const int64_t taken = taking > 0 ? hottest_sum[taking - 1] : 0;
+            if (free < senders * mains && sum > taken) is_within = false;
+        });
+        const DeviceLanes<int64_t> wide;
+        const int64_t brought = wide.best(ranks, [&](int i) -> int64_t { return hottest[i]; }).key;
+        const int64_t left = wide.sum(
+            ranks, [&](int i) -> int64_t { return excess[i] > -brought ? excess[i] : -brought; });
+        if (left > 0) is_within = false;
+    }
+    __syncthreads();
+    return is_within;
 }
 
 // Memory: where tries lie that count in 32 bits. Others lie in global memory.
@@ -741,7 +824,8 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
             [&](int e, int64_t sum) { sums.expert_load[e] = sum; });
         __syncthreads();
     }
-    if (!again) sum_domains(problem, sums, num_domains, kInShared);
+    bool in_words = false;
+    if (!again) in_words = sum_ranks(problem, sums, num_domains, kInShared);
     if (thread == 0) domain = domain_of(problem, sums, own, tolerance_ppm == 0);
     __syncthreads();
 
@@ -758,7 +842,8 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
     }
     const int64_t target = target_load(total, ranks, tolerance_ppm);
     int64_t start = target;
-    if (!again) {
+    if (!again && !are_bounds_within(problem, sums, num_domains, total, target)) {
+        order_experts(problem, sums, num_domains, in_words);
         const auto bound = [&](auto warp) {
             return bound_of_warp(warp, problem, sums, num_domains, target, tolerance_ppm == 0);
         };
@@ -825,7 +910,7 @@ Kernel kernel_among(const QuotaProblem& problem) {
 
 Kernel kernel_for(const QuotaProblem& problem) {
     return kernel_among<SharedMemory<32, 1024, 8>,
-                        SharedMemory<64, 512, 4>,
+                        SharedMemory<64, 512, 2>,
                         SharedMemory<96, 576, 4>,
                         GlobalMemory>(problem);
 }

@@ -60,10 +60,11 @@ struct Exchange {
     Value back = 0;   // to `from`
 };
 
-// What `closest_pair` finds: indices, or -1, and how many values count.
+// The higher one of two values that are closest to what they have to be together, and of how many
+// values they were chosen.
+template <class Value>
 struct Pair {
-    int higher = -1;
-    int lower = -1;
+    Best<Value> higher;
     int values = 0;
 };
 
@@ -264,170 +265,42 @@ struct DeviceLanes : DeviceWarp {
         }
     }
 
-    // The index of the lowest value that is at least `least`, which is above 0; the first of
-    // equals, -1 if there is none.
-    template <int kMost = 0>
-    __device__ int lowest_from(int count, const Value* values, Value least) const {
-        if constexpr (kFitsWord<kMost>) {
-            uint32_t word = kAll;
-#pragma unroll
-            for (int first = 0; first < kMost; first += kLanes) {
-                const int i = first + lane();
-                const Value value = values[i];
-                const uint32_t own = i < count && value >= least ? word_of(value, i) : kAll;
-                word = own < word ? own : word;
-            }
-            word = __reduce_min_sync(kAll, word);
-            return word == kAll ? -1 : index_of(word);
-        } else {
-            return best(count,
-                        [&](int i) -> Value {
-                            return values[i] >= least ? kHighest - values[i] : 0;
-                        })
-                .index;
-        }
-    }
-
-    // The index of the highest value above 0 and below `most`; the last of equals, -1 if there is
-    // none.
-    template <int kMost = 0>
-    __device__ int highest_below(int count, const Value* values, Value most) const {
-        if constexpr (kFitsWord<kMost>) {
-            uint32_t word = 0;
-#pragma unroll
-            for (int first = 0; first < kMost; first += kLanes) {
-                const int i = first + lane();
-                const Value value = values[i];
-                const bool counts = i < count && value > 0 && value < most;
-                const uint32_t own = counts ? word_of(value, i) : 0;
-                word = own > word ? own : word;
-            }
-            word = __reduce_max_sync(kAll, word);
-            return word == 0 ? -1 : index_of(word);
-        } else {
-            const int last = count - 1;
-            const int from_last = best(count, [&](int i) -> Value {
-                                      return values[last - i] < most ? values[last - i] : 0;
-                                  }).index;
-            return from_last < 0 ? -1 : last - from_last;
-        }
-    }
-
-    // Of values above 0 and below `most`: how many there are, and the pair that is `whole` or more
-    // with the least left over, which is below `whole`. Of such pairs the one whose higher value is
-    // the lowest; the first of equals, for the higher and for the lower one. Each lane looks for
-    // the partners of its own values. `scratch` is as large as `values`, and 16 more.
-    template <int kMost = 0>
-    __device__ __noinline__ Pair
-    closest_pair(int count, const Value* values, Value most, Value whole, int64_t* scratch) const {
+    // Of values above 0: the pair that is `whole` or more with the least left over, which is below
+    // `whole`. Of such pairs the one whose higher value is the lowest; the first of equals, for the
+    // higher and for the lower one. Each lane looks for the partners of its own values.
+    __device__ __noinline__ Pair<Value> closest_pair(int count,
+                                                     const Value* values,
+                                                     Value whole) const {
         Value least_over = whole;
-        uint32_t higher = kAll;  // as a word, or its index where there are no words
-        uint32_t partner = 0;
-        Pair pair;
-        if constexpr (kFitsWord<kMost>) {
-            auto* const words = reinterpret_cast<uint32_t*>(scratch);
-            constexpr int kEach = kMost / kLanes;
-            uint32_t own[kEach], bound[kEach], lowest_above[kEach];
-            uint32_t most_word = 0;
-            __syncwarp();
-            pair.values = 0;
-#pragma unroll
-            for (int k = 0; k < kEach; ++k) {
-                const int i = lane() + k * kLanes;
-                const Value value = values[i];
-                const bool counts = i < count && value > 0 && value < most;
-                own[k] = counts ? word_of(value, i) : 0;
-                most_word = own[k] > most_word ? own[k] : most_word;
-                pair.values += __popc(__ballot_sync(kAll, counts));
-            }
-            // What is too little with the highest one is too little with any.
-            const Value most_value = value_of(__reduce_max_sync(kAll, most_word));
-            const uint32_t least = word_of(whole - most_value > 1 ? whole - most_value : 1, 0);
-            int found = 0;
-#pragma unroll
-            for (int k = 0; k < kEach; ++k) {
-                const unsigned partners = __ballot_sync(kAll, own[k] >= least);
-                const unsigned before = partners & ((1u << lane()) - 1);
-                if (own[k] >= least) words[found + __popc(before)] = own[k];
-                found += __popc(partners);
-            }
-            if (found < 2) return pair;
-            constexpr int kAtOnce = 4;
-            if (lane() < kAtOnce) words[found + lane()] = 0;
-            __syncwarp();
-#pragma unroll
-            for (int k = 0; k < kEach; ++k) {
-                // The lowest word from a bound on: words below it wrap around.
-                const Value rest = whole - value_of(own[k]);
-                bound[k] = word_of(rest > 1 ? rest : 1, 0);
-                lowest_above[k] = kAll;
-            }
+        Value own_value = kHighest;
+        int higher = 0;
 #pragma unroll 1
-            for (int first = 0; first < found; first += kAtOnce) {
-                const auto four = *reinterpret_cast<const FourWords*>(words + first);
-#pragma unroll
-                for (int j = 0; j < kAtOnce; ++j) {
-#pragma unroll
-                    for (int k = 0; k < kEach; ++k) {
-                        const uint32_t above = four.each[j] - bound[k];
-                        lowest_above[k] = above < lowest_above[k] ? above : lowest_above[k];
-                    }
-                }
-            }
-#pragma unroll
-            for (int k = 0; k < kEach; ++k) {
-                const uint32_t lower = lowest_above[k] + bound[k];
-                if (lower < bound[k] || lower >= own[k]) continue;
-                const Value over = value_of(own[k]) - (whole - value_of(lower));
-                if (over < least_over || (over < whole && over == least_over && own[k] < higher)) {
-                    least_over = over;
-                    higher = own[k];
-                    partner = index_of(lower);
-                }
-            }
-            const Value least_of_all = lowest(least_over);
-            const bool is_least = least_over == least_of_all && least_of_all < whole;
-            const uint32_t first = __reduce_min_sync(kAll, is_least ? higher : kAll);
-            if (first == kAll) return pair;
-            pair.higher = index_of(first);
-        } else {
-            Value own_value = kHighest;
-            const auto counts = [&](Value value) { return value > 0 && value < most; };
-            pair.values =
-                static_cast<int>(sum(count, [&](int i) -> int64_t { return counts(values[i]); }));
-#pragma unroll 1
-            for (int i = lane(); i < count; i += kLanes) {
-                const Value own = values[i];
-                if (!counts(own)) continue;
-                Value lower = kHighest;
-                int index = 0;
+        for (int i = lane(); i < count; i += kLanes) {
+            const Value own = values[i];
+            if (own == 0) continue;
+            Value lower = kHighest;
 #pragma unroll 4  // reads in flight at once
-                for (int j = 0; j < count; ++j) {
-                    const Value value = values[j];
-                    const bool is_before = value < own || (value == own && j < i);
-                    if (is_before && value > 0 && value >= whole - own && value < lower) {
-                        lower = value;
-                        index = j;
-                    }
-                }
-                if (lower == kHighest) continue;
-                const Value over = own - (whole - lower);
-                if (over < least_over || (over < whole && over == least_over && own < own_value)) {
-                    least_over = over;
-                    own_value = own;
-                    higher = i;
-                    partner = index;
-                }
+            for (int j = 0; j < count; ++j) {
+                const Value value = values[j];
+                const bool is_before = value < own || (value == own && j < i);
+                if (is_before && value > 0 && value >= whole - own && value < lower) lower = value;
             }
-            const Value least_of_all = lowest(least_over);
-            if (least_of_all == whole) return pair;
-            const bool is_least = least_over == least_of_all;
-            const Value lowest_value = lowest(is_least ? own_value : kHighest);
-            pair.higher = static_cast<int>(
-                __reduce_min_sync(kAll, is_least && own_value == lowest_value ? higher : kAll));
+            if (lower == kHighest) continue;
+            const Value over = own - (whole - lower);
+            if (over < least_over || (over < whole && over == least_over && own < own_value)) {
+                least_over = over;
+                own_value = own;
+                higher = i;
+            }
         }
-        pair.lower = static_cast<int>(__shfl_sync(kAll, partner, pair.higher % kLanes));
-        return pair;
+        const Value least_of_all = lowest(least_over);
+        if (least_of_all == whole) return {};
+        const bool is_least = least_over == least_of_all;
+        const Value lowest_value = lowest(is_least ? own_value : kHighest);
+        const bool is_it = is_least && own_value == lowest_value;
+        const unsigned first =
+            __reduce_min_sync(kAll, is_it ? static_cast<unsigned>(higher) : kAll);
+        return {{static_cast<int>(first), lowest_value}, 0};
     }
 
     template <class Function>
@@ -466,7 +339,7 @@ struct DeviceLanes : DeviceWarp {
 #pragma unroll  // all reads come before the first vote
             for (int k = 0; k < kAtOnce; ++k) {
                 const int i = first + k * kLanes;
-                is[k] = i < count && is_it(i);
+                is[k] = (i < count) & is_it(i < count ? i : 0);
             }
 #pragma unroll
             for (int k = 0; k < kAtOnce; ++k) {

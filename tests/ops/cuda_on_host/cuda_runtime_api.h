@@ -378,6 +378,9 @@ T __reduce_min_sync(unsigned, T value) {
 }
 
 inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(static_cast<unsigned>(bits)); }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned bits) {
+    return static_cast<unsigned>((uint64_t{high} << 32 | low) << (bits & 31) >> 32);
+}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 

@@ -17,14 +17,15 @@ namespace megatron_ext {
 // where no other order is given. The remainder of a rank is its excess modulo the most room.
 enum class Method : int32_t {
     kBestFit,          // sheds without pairs of hosts
+    kRoomiest,         // UltraEP, Algorithm 1
     kPairFit,          // sheds with pairs of hosts, as the next three methods do
     kRising,           // busiest rank first, then by rising excess
     kRemainder,        // by falling remainder
     kRemainderRising,  // busiest rank first, then by rising remainder
     kRefill,           // fills hosts instead of emptying senders
-    kRoomiest,         // UltraEP, Algorithm 1
     kFill,             // MoonEP's exact fill
 };
+constexpr int kCompeting = 6;  // the first methods: of their plans the best is taken
 constexpr int kMethods = 8;
 
 struct Verdict {
@@ -70,7 +71,7 @@ class Attempt {
                 if (stuck > 0) move_to_front(stuck);
             }
         }
-        if (reached) HandOver(moves_).run();
+        if (reached) Warp::template HandOver<Warp>::run(moves_);
         reached = reached && !moves_.is_spent();
         return {reached, moves_.most_sends(), moves_.replicas(), moves_.work()};
     }
@@ -117,15 +118,7 @@ class Attempt {
 
     // Returns the position in the order of the first rank that could not be relieved, or -1.
     MEGATRON_EXT_ONCE_IN_CODE int relieve_all(bool pairs) {
-        Shedding<Warp> shedding(moves_, pairs);
-        const auto& at = moves_.at();
-        MEGATRON_EXT_ROLLED
-        for (int i = 0; i < moves_.domain().ranks; ++i) {
-            const int rank = at.order[i];
-            if (at.room[rank] >= 0) break;  // Those that have too much come first.
-            if (!shedding.relieve(rank)) return i;
-        }
-        return -1;
+        return Shedding<Warp>(moves_, pairs).relieve_all();
     }
 
     MEGATRON_EXT_HOST_DEVICE void move_to_front(int place) {

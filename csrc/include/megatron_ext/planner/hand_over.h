@@ -1,21 +1,32 @@
 // Handing over, the last step of a try: another host takes over one replica of the busiest sender.
 // It gets the replica's assignments in return for as many assignments of one of its own experts. No
-// rank's load and no slot changes, but the host sends instead of the sender.
+// rank's load and no slot changes, but the host sends instead of the sender. Two ways, with equal
+// results:
+//   HandOverInTurn  asks one host after the other
+//   HandOverAtOnce  looks at all of them side by side, with lanes' registers
 #pragma once
 
+#include "megatron_ext/planner/held.h"
 #include "megatron_ext/planner/moves.h"
 
 namespace megatron_ext {
 
 template <class Warp>
-class HandOver {
+class HandOverInTurn {
     using Amount = typename Warp::Amount;
 
   public:
-    MEGATRON_EXT_HOST_DEVICE explicit HandOver(Moves<Warp>& moves) : moves_(moves) {}
+    MEGATRON_EXT_HOST_DEVICE explicit HandOverInTurn(Moves<Warp>& moves) : moves_(moves) {}
 
     // Spare the busiest sender of each round, until no host can take anything off the sender.
-    MEGATRON_EXT_ONCE_IN_CODE void run() {
+    MEGATRON_EXT_ONCE_IN_CODE static void run(Moves<Warp>& moves) {
+        HandOverInTurn(moves).spare_all();
+    }
+
+  private:
+    static constexpr int kTries = 2;  // hosts that are asked one after the other
+
+    MEGATRON_EXT_HOST_DEVICE void spare_all() {
         const auto& at = moves_.at();
         MEGATRON_EXT_ROLLED
         while (!moves_.is_spent() && !moves_.is_stopped()) {
@@ -24,9 +35,6 @@ class HandOver {
             if (sender < 0 || !spare(sender)) return;
         }
     }
-
-  private:
-    static constexpr int kTries = 2;  // hosts that are asked one after the other
 
     // Hand a replica to the host that sends least of all hosts that can take one over.
     MEGATRON_EXT_HOST_DEVICE bool spare(int sender) {
@@ -174,5 +182,241 @@ class HandOver {
 
     Moves<Warp>& moves_;
 };
+
+#ifdef __CUDACC__
+
+// A lane looks at a host. The work is that of one host after the other.
+template <class Warp>
+class HandOverAtOnce : DeviceWarp {
+    using Amount = typename Warp::Amount;
+    static constexpr int kEach = Moves<Warp>::kRanks / kLanes;
+    static constexpr int kReplicas = kEach * Moves<Warp>::kSlots;
+
+  public:
+    __device__ explicit HandOverAtOnce(Moves<Warp>& moves)
+        : moves_(moves),
+          sizes_(moves.domain()),
+          each_(3 * rounds_of(sizes_.ranks) + rounds_of(sizes_.ranks * sizes_.slots)) {}
+
+    // Spare the busiest sender of each round, until no host can take anything off the sender.
+    __device__ __noinline__ static void run(Moves<Warp>& moves) {
+        HandOverAtOnce(moves).spare_all();
+    }
+
+  private:
+    __device__ void spare_all() {
+        load();
+        const bool may_stop = moves_.may_stop();
+        MEGATRON_EXT_ROLLED
+        while (left_ > 0 && !(may_stop && moves_.is_stopped())) {
+            uint32_t word = 0;
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) word = higher(word, word_of(sends_[k], rank_of(k)));
+            word = __reduce_max_sync(kAll, word);
+            left_ -= rounds_of(sizes_.ranks);
+            if (word == 0 || !spare(rank_in(word), number_in(word))) break;
+        }
+        moves_.leave_work(left_);
+    }
+
+    __device__ void load() {
+        const auto& at = moves_.at();
+        __syncwarp();
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            const int t = rank_of(k);
+            sends_[k] = t < sizes_.ranks ? at.sends[t] : 0;
+        }
+#pragma unroll
+        for (int j = 0; j < kReplicas; ++j) {
+            const int i = replica_of(j);
+            const int t = sizes_.rank_of(i);
+            const bool is_rank = t < sizes_.ranks;
+            const bool is_held = is_rank & (i - t * sizes_.slots < at.held[is_rank ? t : 0]);
+            giver_[j] = is_held ? at.giver[is_held ? i : 0] : -1;
+        }
+        left_ = moves_.work_left();
+    }
+
+    // Hand a replica of the sender, which sends so many, to the host that sends least of all hosts
+    // that can take one over: the smallest that it can.
+    __device__ bool spare(int sender, int32_t sends) {
+        const auto& at = moves_.at();
+        const int count = list_given(sender);
+        const Amount fewer = sends - 1;
+        // So many hosts side by side, 2 to the power of `bits`; each for several replicas.
+        const int bits = count <= 8 ? 3 : count <= 16 ? 4 : 5;
+        uint32_t last_host = kAll;  // Of what was found last, and cannot be handed over.
+        uint32_t last_size = 0;
+        MEGATRON_EXT_ROLLED
+        while (true) {
+            uint32_t host = 0;
+            uint32_t smallest = kAll;
+            MEGATRON_EXT_ROLLED
+            for (int first = 0; first < count; first += 1 << bits) {
+                const int v = first + (lane() & ((1 << bits) - 1));
+                const int via = sizes_.rank_of(at.given[v < count ? v : 0]);
+                const uint32_t word = v < count ? word_of(fewer - at.sends[via], via) : 0;
+                const Amount most = at.kept[at.hottest[via]];  // no main gives more
+                const int slot = via * sizes_.slots;
+                const int held = at.held[via];
+                HeldExperts<Moves<Warp>::kSlots> experts;
+                experts.load(at.expert + slot, held);
+                Amount room = -1;  // what a replica of the sender may grow by
+                MEGATRON_EXT_ROLLED
+                for (int k = 0; k < sizes_.slots; ++k) {
+                    const bool is_given = (k < held) & (at.giver[slot + k] == sender);
+                    const Amount kept = at.kept[at.expert[slot + k]];
+                    room = is_given & (kept > room) ? kept : room;
+                }
+                MEGATRON_EXT_ROLLED
+                for (int next = 0; next < count; next += kLanes >> bits) {
+                    const int g = next + (lane() >> bits);
+                    const int i = at.given[g < count ? g : 0];
+                    const Amount amount = at.amount[i];
+                    const uint32_t size = static_cast<uint32_t>(amount) << kIndexBits | g;
+                    const bool is_other =
+                        static_cast<unsigned>(i - slot) >= static_cast<unsigned>(sizes_.slots);
+                    const bool grows = (amount <= room) | experts.has(at.expert[i]);
+                    const bool is_new =
+                        (word < last_host) | ((word == last_host) & (size > last_size));
+                    const bool is_better = (word > host) | ((word == host) & (size < smallest));
+                    const bool can = (g < count) & is_other & (amount <= most) & grows & (word > 0);
+                    smallest = can & is_new & is_better ? size : smallest;
+                    host = can & is_new & is_better ? word : host;
+                }
+            }
+            const uint32_t best = __reduce_max_sync(kAll, host);
+            const int32_t work = count_asked(count, fewer, best) * each_;
+            const uint32_t least = __reduce_min_sync(kAll, host == best ? smallest : kAll);
+            if ((best == 0) | (work - each_ >= left_)) {
+                // It ends when all is spent.
+                left_ -= work < left_ ? work : (left_ + each_ - 1) / each_ * each_;
+                return false;
+            }
+            const int replica = at.given[least & ((1u << kIndexBits) - 1)];
+            if (hand_over(sender, rank_in(best), replica)) {
+                left_ -= work;
+                return true;
+            }
+            last_host = best;
+            last_size = least;
+        }
+    }
+
+    // The replicas of a sender's mains to `given`, rising; returns how many.
+    __device__ int list_given(int sender) const {
+        const auto& at = moves_.at();
+        const unsigned before = (1u << lane()) - 1;
+        int count = 0;
+#pragma unroll
+        for (int j = 0; j < kReplicas; ++j) {
+            const unsigned given = __ballot_sync(kAll, giver_[j] == sender);
+            if (giver_[j] == sender) at.given[count + __popc(given & before)] = replica_of(j);
+            count += __popc(given);
+        }
+        __syncwarp();
+        return count;
+    }
+
+    // How many hosts are asked until the best one, each once; all if there is no best one.
+    __device__ int count_asked(int count, Amount fewer, uint32_t best) const {
+        const auto& at = moves_.at();
+        int asked = 0;
+        MEGATRON_EXT_ROLLED
+        for (int first = 0; first < count; first += kLanes) {
+            const int g = first + lane() < count ? first + lane() : 0;
+            const int via = sizes_.rank_of(at.given[g]);
+            const bool is_again = (g > 0) & (sizes_.rank_of(at.given[g > 0 ? g - 1 : 0]) == via);
+            const uint32_t word = word_of(fewer - at.sends[via], via);
+            const bool is_asked = (first + lane() < count) & !is_again & (word > 0);
+            asked += __popc(__ballot_sync(kAll, is_asked & (word >= best)));
+        }
+        return asked;
+    }
+
+    // False if the host has no main to give instead.
+    __device__ bool hand_over(int sender, int host, int replica) {
+        const auto& at = moves_.at();
+        const int t = sizes_.rank_of(replica);
+        const int expert = at.expert[replica];
+        const Amount amount = at.amount[replica];
+        // A lane looks at a slot of both.
+        const bool is_slot = lane() < sizes_.slots;
+        const int k = is_slot ? lane() : 0;
+        const int own = at.expert[host * sizes_.slots + k];
+        const bool is_given = at.giver[host * sizes_.slots + k] == sender;
+        const bool grows = (own == expert) | (is_given & (at.kept[own] >= amount));
+        const unsigned growing = __ballot_sync(kAll, is_slot & (k < at.held[host]) & grows);
+        int main = at.hottest[host];
+        const bool is_main = at.expert[t * sizes_.slots + k] == main;
+        if (__ballot_sync(kAll, is_slot & (k < at.held[t]) & is_main) != 0) {
+            main = moves_.main_for(host, t);
+            if (main < 0 || at.kept[main] < amount) return false;
+        }
+        const int grown = host * sizes_.slots + 31 - __clz(growing & (0u - growing));  // the first
+        const int returned = at.expert[grown];
+        // What the host returns of the very expert goes back and forth.
+        const Amount back = returned == expert ? 0 : amount;
+        const Amount of_grown = at.amount[grown] + amount;
+        const Amount of_main = at.kept[main] - amount;
+        const Amount of_expert = at.kept[expert] + back;
+        const Amount of_returned = at.kept[returned] - back;
+        const int32_t fewer = at.sends[sender] - 1;
+        const int32_t more = at.sends[host] + 1;
+        __syncwarp();
+        if (lane() == 0) {
+            at.amount[grown] = of_grown;
+            at.kept[main] = of_main;
+            at.kept[expert] = of_expert;
+            at.kept[returned] = of_returned;
+            at.expert[replica] = main;
+            at.giver[replica] = host;
+            at.sends[sender] = fewer;
+            at.sends[host] = more;
+        }
+        __syncwarp();
+        const int of_sender = moves_.find_hottest(sender);
+        const int of_host = moves_.find_hottest(host);
+        if (lane() == 0) {
+            at.hottest[sender] = of_sender;
+            at.hottest[host] = of_host;
+        }
+#pragma unroll
+        for (int j = 0; j < kEach; ++j) {
+            sends_[j] += (rank_of(j) == host) - (rank_of(j) == sender);
+        }
+#pragma unroll
+        for (int j = 0; j < kReplicas; ++j) {
+            giver_[j] = replica_of(j) == replica ? host : giver_[j];
+        }
+        __syncwarp();
+        return true;
+    }
+
+    static constexpr int kMostRank = (1 << kRankBits) - 1;
+    __device__ static int rank_of(int k) { return lane() + k * kLanes; }
+    __device__ static int replica_of(int j) { return lane() + j * kLanes; }
+    __device__ static uint32_t higher(uint32_t a, uint32_t b) { return a > b ? a : b; }
+    // A number of replicas above an inverted rank, or 0 if there are none.
+    __device__ static uint32_t word_of(int32_t number, int rank) {
+        return number > 0 ? static_cast<uint32_t>(number) << kRankBits | (kMostRank - rank) : 0;
+    }
+    __device__ static int rank_in(uint32_t word) {
+        return kMostRank - static_cast<int>(word & kMostRank);
+    }
+    __device__ static int32_t number_in(uint32_t word) {
+        return static_cast<int32_t>(word >> kRankBits);
+    }
+
+    Moves<Warp>& moves_;
+    const DomainSizes<Amount> sizes_;
+    const int32_t each_;        // work to ask a host
+    int32_t sends_[kEach];      // of this lane's ranks
+    int32_t giver_[kReplicas];  // of this lane's replicas; -1 where there is none
+    int32_t left_ = 0;          // work
+};
+
+#endif
 
 }  // namespace megatron_ext

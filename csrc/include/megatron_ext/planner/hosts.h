@@ -1,7 +1,7 @@
 // The hosts of a try: the ranks that have a free slot and room for the smallest replica. Two ways
 // to find the tightest and the roomiest one, with equal results:
 //   SortedHosts  a list by room, for one thread: to find is little work, to change a rank is more
-//   FlatHosts    an entry a rank, for lanes side by side: all are looked at, nothing is moved
+//   FlatHosts    no list, for lanes side by side: all ranks are looked at, nothing is moved
 // SortedHosts keeps the room that a rank is listed with in `words`, by rank.
 // Where hosts are equally roomy, the lower rank is the tighter one. Functions get the Moves that
 // they belong to; where they get an expert, only hosts without a replica of it count.
@@ -106,10 +106,10 @@ class SortedHosts {
     // left over. Of several pairs the one whose roomier host is the tightest; -1 if there are none.
     // And how many have less than `most`.
     template <class Moves>
-    Pair tightest_pair(const Moves& moves, int expert, Amount most, Amount whole) const {
+    Pair<Amount> tightest_pair(const Moves& moves, int expert, Amount most, Amount whole) const {
         const Memory& at = moves.at();
         const auto may = [&](int i) { return moves.find_slot(at.host[i], expert) < 0; };
-        Pair best;
+        Pair<Amount> best;
         best.values = place_of(at, most, -1);
         Amount least_over = whole;
         const int half = std::min(place_of(at, whole - whole / 2, -1), best.values);
@@ -125,8 +125,7 @@ class SortedHosts {
             const Amount over = room - (whole - at.host_room[smaller]);
             if (over >= least_over) continue;
             least_over = over;
-            best.higher = at.host[larger];
-            best.lower = at.host[smaller];
+            best.higher = {at.host[larger], room};
         }
         return best;
     }
@@ -170,49 +169,41 @@ template <class Amount>
 class FlatHosts {
   public:
     template <class Moves>
-    MEGATRON_EXT_HOST_DEVICE void list(const Moves& moves, bool /*rising*/) {
-        const auto& at = moves.at();
-        moves.warp().for_each(moves.domain().ranks, [&](int t) {
-            at.host_room[t] = moves.room_of_host(at.room[t], at.held[t]);
-        });
-    }
-
-    // By one lane.
-    MEGATRON_EXT_HOST_DEVICE void update(const TryMemory<Amount>& at, int t, Amount room) {
-        at.host_room[t] = room;
-    }
+    MEGATRON_EXT_HOST_DEVICE void list(const Moves&, bool /*rising*/) {}
+    MEGATRON_EXT_HOST_DEVICE void update(const TryMemory<Amount>&, int, Amount) {}
 
     template <class Moves>
     MEGATRON_EXT_HOST_DEVICE int count(const Moves& moves) const {
-        const auto& at = moves.at();
         return static_cast<int>(moves.warp().sum(
-            moves.domain().ranks, [&](int t) -> int64_t { return at.host_room[t] > 0; }));
+            moves.domain().ranks, [&](int t) -> int64_t { return room(moves, t) > 0; }));
     }
 
     template <class Moves>
     MEGATRON_EXT_HOST_DEVICE int tightest(const Moves& moves, int expert, Amount amount) const {
-        const int ranks = moves.domain().ranks;
-        const int t =
-            moves.warp().template lowest_from<Moves::kRanks>(ranks, moves.at().host_room, amount);
-        if (t < 0 || moves.find_slot(t, expert) < 0) return t;
-        list_others(moves, expert);
-        return moves.warp().template lowest_from<Moves::kRanks>(ranks, moves.at().wider, amount);
+        return moves
+            .best_rank([&](int t) -> Amount {
+                const Amount own = room(moves, t);
+                return own >= amount && moves.find_slot(t, expert) < 0 ? Moves::kMost - own : 0;
+            })
+            .index;
     }
 
     template <class Moves>
     MEGATRON_EXT_HOST_DEVICE int roomiest_below(const Moves& moves, int expert, Amount most) const {
-        const int ranks = moves.domain().ranks;
-        const int t =
-            moves.warp().template highest_below<Moves::kRanks>(ranks, moves.at().host_room, most);
-        if (t < 0 || moves.find_slot(t, expert) < 0) return t;
-        list_others(moves, expert);
-        return moves.warp().template highest_below<Moves::kRanks>(ranks, moves.at().wider, most);
+        const int last = moves.domain().ranks - 1;
+        const int from_last =  // the last of equals
+            moves
+                .best_rank([&](int i) -> Amount {
+                    const Amount own = room(moves, last - i);
+                    return own < most && moves.find_slot(last - i, expert) < 0 ? own : 0;
+                })
+                .index;
+        return from_last < 0 ? -1 : last - from_last;
     }
 
     template <class Moves>
     MEGATRON_EXT_HOST_DEVICE int roomiest(const Moves& moves) const {
-        const auto& at = moves.at();
-        return moves.best_rank([&](int t) -> Amount { return at.host_room[t]; }).index;
+        return moves.best_rank([&](int t) -> Amount { return room(moves, t); }).index;
     }
 
     template <class Moves>
@@ -222,34 +213,26 @@ class FlatHosts {
     }
 
     template <class Moves>
-    MEGATRON_EXT_HOST_DEVICE Pair
-    tightest_pair(const Moves& moves, int expert, Amount most, Amount whole) const {
+    MEGATRON_EXT_HOST_DEVICE Pair<Amount> tightest_pair(const Moves& moves,
+                                                        int expert,
+                                                        Amount most,
+                                                        Amount whole) const {
         const auto& at = moves.at();
-        const auto find_in = [&](const auto& rooms) {
-            return moves.warp().template closest_pair<Moves::kRanks>(
-                moves.domain().ranks, rooms, most, whole, at.words);
-        };
-        Pair pair = find_in(at.host_room);
-        if (pair.higher < 0 ||
-            (moves.slot_of(pair.higher, expert) < 0 && moves.slot_of(pair.lower, expert) < 0)) {
-            return pair;
-        }
-        list_others(moves, expert);
-        const Pair other = find_in(at.wider);
-        pair.higher = other.higher;
-        pair.lower = other.lower;
+        const int ranks = moves.domain().ranks;
+        const auto counts = [&](int t) { return room(moves, t) > 0 && room(moves, t) < most; };
+        moves.warp().for_each(ranks, [&](int t) {
+            at.wider[t] = counts(t) && moves.find_slot(t, expert) < 0 ? room(moves, t) : 0;
+        });
+        Pair<Amount> pair = moves.warp().closest_pair(ranks, at.wider, whole);
+        pair.values =
+            static_cast<int>(moves.warp().sum(ranks, [&](int t) -> int64_t { return counts(t); }));
         return pair;
     }
 
   private:
-    // To `wider`: what `host_room` has, but for ranks that hold the expert.
     template <class Moves>
-    MEGATRON_EXT_ONCE_IN_CODE void list_others(const Moves& moves, int expert) const {
-        const auto& at = moves.at();
-        moves.warp().for_each(moves.domain().ranks, [&](int t) {
-            const Amount room = at.host_room[t];
-            at.wider[t] = moves.find_slot(t, expert) < 0 ? room : 0;
-        });
+    MEGATRON_EXT_HOST_DEVICE static Amount room(const Moves& moves, int t) {
+        return moves.room_of_host(moves.at().room[t], moves.at().held[t]);
     }
 };
 

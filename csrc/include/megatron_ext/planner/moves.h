@@ -12,11 +12,17 @@
 
 namespace megatron_ext {
 
+template <class Warp>
+class MemoryAtHand;
+template <class Warp>
+class HandOverInTurn;
+
 // What a try works on, on the host: places are kept. (On a GPU it takes less time to compute an
 // address than to read it.)
 template <class Amount>
 struct PlacedMemory {
     static constexpr int kRanks = 0;  // at most so many, or 0: any number
+    static constexpr int kSlots = 0;
     const Domain<Amount>* of;
     const TryMemory<Amount>* placed;
 
@@ -31,6 +37,10 @@ struct HostPlannerWarp : HostWarp<Amount> {
     using Hosts = SortedHosts<Amount>;
     using Given = LinkedGiven;
     using Paths = SparsePaths<Amount>;
+    template <class Warp>
+    using AtHand = MemoryAtHand<Warp>;
+    template <class Warp>
+    using HandOver = HandOverInTurn<Warp>;
 };
 
 // The state of a try and what may be done to it. `Warp::Memory` says where its arrays are, and
@@ -41,6 +51,7 @@ class Moves {
     using Amount = typename Warp::Amount;
     static constexpr Amount kMost = std::numeric_limits<Amount>::max();
     static constexpr int kRanks = Warp::Memory::kRanks;
+    static constexpr int kSlots = Warp::Memory::kSlots;
 
     MEGATRON_EXT_HOST_DEVICE Moves(typename Warp::Memory memory,
                                    int32_t work_limit,
@@ -170,7 +181,9 @@ class Moves {
 
     // Two hosts with less room than `most` that take `whole` of `expert` together, with the least
     // room left over, or -1; and how many hosts have less room than that.
-    MEGATRON_EXT_HOST_DEVICE Pair tightest_pair(int expert, Amount most, Amount whole) const {
+    MEGATRON_EXT_HOST_DEVICE Pair<Amount> tightest_pair(int expert,
+                                                        Amount most,
+                                                        Amount whole) const {
         return hosts_.tightest_pair(*this, expert, most, whole);
     }
 
@@ -254,7 +267,10 @@ class Moves {
         for (; times > 0 && !is_spent(); --times) spend(rounds);
     }
     MEGATRON_EXT_HOST_DEVICE int32_t work() const { return work_; }
+    MEGATRON_EXT_HOST_DEVICE int32_t work_left() const { return work_limit_ - work_; }
+    MEGATRON_EXT_HOST_DEVICE void leave_work(int32_t left) { work_ = work_limit_ - left; }
     MEGATRON_EXT_HOST_DEVICE bool is_spent() const { return work_ >= work_limit_; }
+    MEGATRON_EXT_HOST_DEVICE bool may_stop() const { return may_stop_; }
     // Whether a try beside this one has shown that it is not needed.
     MEGATRON_EXT_HOST_DEVICE bool is_stopped() const { return may_stop_ && memory_.is_stopped(); }
 

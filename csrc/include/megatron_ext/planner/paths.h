@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "megatron_ext/planner/domain.h"
+#include "megatron_ext/planner/held.h"
 #include "megatron_ext/warp.h"
 
 namespace megatron_ext {
@@ -187,7 +188,7 @@ class FlatPaths {
         const auto two = warp.template best_two<kRanks>(ranks, new_from);
         const auto first = two.first;
         const auto second = two.second;
-        const auto hot_of = [&](int r) { return r < 0 ? -1 : at.hottest[r]; };
+        const auto hot_of = [&](int r) { return at.hottest[r < 0 ? 0 : r]; };
         const int first_main = hot_of(first.index);
         const int second_main = hot_of(second.index);
         const int steps = first_new_step(moves);
@@ -196,11 +197,18 @@ class FlatPaths {
             const int held = at.held[t];
             bool has_first = false;
             bool has_second = false;
-            MEGATRON_EXT_ROLLED
-            for (int k = 0; k < slots; ++k) {
-                const int e = at.expert[t * slots + k];
-                has_first |= (k < held) & (e == first_main);
-                has_second |= (k < held) & (e == second_main);
+            if constexpr (Moves::kSlots > 0) {
+                HeldExperts<Moves::kSlots> experts;
+                experts.load(at.expert + t * slots, held);
+                has_first = experts.has(first_main);
+                has_second = experts.has(second_main);
+            } else {
+                MEGATRON_EXT_ROLLED
+                for (int k = 0; k < slots; ++k) {
+                    const int e = at.expert[t * slots + k];
+                    has_first |= (k < held) & (e == first_main);
+                    has_second |= (k < held) & (e == second_main);
+                }
             }
             const bool is_host = (held < slots) & (first.index >= 0) & (first.index != t);
             const bool by_first = is_host & !has_first;

@@ -1,6 +1,7 @@
 // Two published planners, as tries of their own, so that a plan is never worse than theirs.
 #pragma once
 
+#include "megatron_ext/planner/at_hand.h"
 #include "megatron_ext/planner/moves.h"
 
 namespace megatron_ext {
@@ -11,46 +12,41 @@ namespace megatron_ext {
 template <int kStays = 0, bool kByNeed = false, class Warp>
 MEGATRON_EXT_ONCE_IN_CODE bool shed_to_roomiest(Moves<Warp>& moves) {
     using Amount = typename Warp::Amount;
-    const auto& at = moves.at();
-    const auto& domain = moves.domain();
+    const int32_t* const order = moves.domain().busiest_first;
+    typename Warp::template AtHand<Warp> at_hand(moves);
+    const auto& sizes = at_hand.sizes();
+    const int32_t pass = rounds_of(sizes.ranks);
+    bool is_relieved = true;
+    int next = order[0];
+    at_hand.fetch(next);
     MEGATRON_EXT_ROLLED
-    for (int i = 0; i < domain.ranks; ++i) {
-        const int rank = domain.busiest_first[i];
-        if (at.room[rank] >= 0) return true;
-        if (moves.is_stopped()) return false;
-        // Counted here, and not read as -at.room[rank] where it is needed: ptxas 13.0 loses the
-        // minus of one of three numbers whose least it looks for, and then no replica is made.
-        Amount whole = -at.room[rank];
-        int expert = -1;
+    for (int i = 1; i <= sizes.ranks && is_relieved; ++i) {
+        at_hand.turn_to(next);
+        if (at_hand.excess() <= 0) break;
+        next = order[i < sizes.ranks ? i : 0];
+        at_hand.fetch(next);
         MEGATRON_EXT_ROLLED
-        for (int m = 0; m < domain.mains && whole > 0; ++m) {
-            // The next by falling load.
-            const int last = expert;
-            const int first = rank * domain.mains;
-            const auto next = moves.best_main([&](int i) -> Amount {
-                const int e = first + i;
-                const Amount below =
-                    last < 0 ? 1 : domain.expert_load[last] - domain.expert_load[e];
-                return below > 0 || (below == 0 && e > last) ? domain.expert_load[e] : 0;
-            });
-            if (next.index < 0) return false;
-            expert = first + next.index;
+        for (int m = 0; m < sizes.mains && at_hand.excess() > 0; ++m) {
+            Best<Amount> main = at_hand.next_main();
+            if (main.index < 0) break;
             MEGATRON_EXT_ROLLED
-            while (whole > 0 && at.kept[expert] > kStays) {
-                const int t = moves.roomiest_host();
-                if (t < 0) return false;
-                moves.spend(4 * rounds_of(domain.ranks));
-                const Amount piece =
-                    moves.least(moves.least(whole, at.room[t]), at.kept[expert] - kStays);
-                if (piece < domain.min_quota) break;
+            while (at_hand.excess() > 0 && main.key > kStays) {
+                const Best<Amount> host = at_hand.roomiest();
+                if (host.index < 0) break;
+                at_hand.spend(4 * pass);
+                const Amount whole = at_hand.excess();
+                const Amount piece = moves.least(moves.least(whole, host.key), main.key - kStays);
+                if (piece < sizes.min_quota) break;
                 if (kByNeed && piece < 1 + (whole - 1) / moves.hosts()) break;
-                moves.add(rank, expert, t, piece);
-                whole -= piece;
+                at_hand.give(main, host, piece);
+                main.key -= piece;
             }
         }
-        if (whole > 0) return false;
+        is_relieved = at_hand.excess() <= 0 && !moves.is_stopped();
+        at_hand.leave();
     }
-    return true;
+    at_hand.store();
+    return is_relieved;
 }
 
 // MoonEP's exact fill: the busiest rank gives the roomiest one all that it lacks.

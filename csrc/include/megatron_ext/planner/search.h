@@ -36,7 +36,8 @@ MEGATRON_EXT_ONCE_IN_CODE inline int64_t share_of(int64_t number, int64_t part, 
 }
 
 MEGATRON_EXT_HOST_DEVICE inline int64_t mean_rounded_up(int64_t total, int64_t ranks) {
-    return total / ranks + (total % ranks != 0);
+    const int64_t mean = total / ranks;
+    return mean + (mean * ranks != total);
 }
 
 // Busiest rank's load that is within the tolerance where `ranks` ranks share `total`. Rounded down,
@@ -202,11 +203,8 @@ MEGATRON_EXT_HOST_DEVICE bool choose_at_start(bool even,
     keep(first);
     int32_t allowed = INT32_MAX;  // no more replicas than UltraEP's plan for the threshold has
     MEGATRON_EXT_ROLLED
-    for (const Method method : {Method::kRoomiest,
-                                Method::kPairFit,
-                                Method::kRising,
-                                Method::kRemainder,
-                                Method::kRemainderRising}) {
+    for (int i = 1; i < kCompeting; ++i) {
+        const auto method = static_cast<Method>(i);
         const Verdict verdict = verdict_of(method);
         if (!left.pays_for(verdict) || verdict.replicas > allowed) continue;
         if (method == Method::kRoomiest) allowed = verdict.replicas;

@@ -5,6 +5,7 @@
 //   4. where that is less than `min_quota`, by giving more and taking some back.
 #pragma once
 
+#include "megatron_ext/planner/at_hand.h"
 #include "megatron_ext/planner/chain.h"
 #include "megatron_ext/planner/moves.h"
 
@@ -18,57 +19,81 @@ class Shedding {
     MEGATRON_EXT_HOST_DEVICE Shedding(Moves<Warp>& moves, bool pairs)
         : moves_(moves), chain_(moves), pairs_(pairs) {}
 
-    // Bring `rank` down to what it may keep; false if nothing relieves it, or the work is spent.
-    MEGATRON_EXT_HOST_DEVICE bool relieve(int rank) {
+    // Relieve all ranks, in the try's order, until one is left with too much: nothing relieves it,
+    // or the work is spent. Returns its place in the order, or -1.
+    MEGATRON_EXT_HOST_DEVICE int relieve_all() {
         const auto& at = moves_.at();
-        Amount whole = -at.room[rank];
-        Best<Amount> hot = moves_.hottest(rank);
+        typename Warp::template AtHand<Warp> at_hand(moves_);
+        const int last = at_hand.sizes().ranks - 1;
+        const int32_t pass = rounds_of(at_hand.sizes().ranks);
+        const Amount min_quota = at_hand.sizes().min_quota;
+        const Amount least_room = moves_.most(min_quota, 1);
+        int place = 0;
+        int rank = at.order[0];
+        at_hand.fetch(rank);
+        at_hand.turn_to(rank);
+        if (at_hand.excess() <= 0) return -1;
+        int next = at.order[last > 0 ? 1 : 0];
+        at_hand.fetch(next);
         MEGATRON_EXT_ROLLED
-        while (whole > 0) {
-            if (moves_.is_spent()) return false;
-            moves_.spend(8 * rounds_of(moves_.domain().ranks));
+        while (true) {
+            if (at_hand.excess() <= 0) {
+                at_hand.leave();
+                if (++place > last) break;
+                rank = next;
+                at_hand.turn_to(rank);
+                if (at_hand.excess() <= 0) break;  // Those that have too much come first.
+                next = at.order[place < last ? place + 1 : place];
+                at_hand.fetch(next);
+            }
+            if (at_hand.is_spent()) break;
+            at_hand.spend(8 * pass);
+            const Amount whole = at_hand.excess();
+            const Best<Amount> hot = at_hand.hottest();
             // A replica that must carry more than the excess may: nobody is hurt by room.
-            const Amount needed = moves_.most(whole, moves_.domain().min_quota);
-            int host = -1;
+            const Amount needed = moves_.most(whole, min_quota);
+            const bool is_enough = hot.key >= needed;
+            const Amount most = moves_.least(hot.key, whole);
+            // Hosts with less room than the least piece there are none.
+            const Amount from = is_enough ? needed : most >= least_room ? most : Moves<Warp>::kMost;
+            at_hand.look(hot.index, from, is_enough ? needed : most);
+            Best<Amount> host = at_hand.tightest();
             Amount piece = needed;
-            if (hot.key >= needed) {
-                host = moves_.tightest_host(hot.index, needed);
-                if (host < 0 && pairs_) {
-                    const Pair pair = moves_.tightest_pair(hot.index, needed, whole);
-                    moves_.spend(6 * rounds_of(pair.values));
-                    host = pair.higher;
-                    if (host >= 0) piece = at.room[host];
-                }
+            bool is_found = is_enough && host.index >= 0;
+            if (!is_found && is_enough && pairs_) {
+                const Pair<Amount> pair = at_hand.tightest_pair(whole);
+                at_hand.spend(6 * rounds_of(pair.values));
+                is_found = pair.higher.index >= 0;
+                host = pair.higher;
+                piece = host.key;
             }
-            if (host < 0) {
+            if (!is_found) {
                 // The largest piece, unless a chain carries more.
-                host = host_of_largest_piece(hot, whole);
-                piece = host < 0 ? 0 : moves_.least(moves_.least(hot.key, at.room[host]), whole);
-                const bool is_moved = piece < whole && moves_.is_any_roomier(piece) &&
-                                      chain_.move(rank, whole, piece);
-                if (is_moved || host < 0) {
-                    if (!is_moved && !swap(rank, whole)) return false;
-                    whole = -at.room[rank];
-                    hot = moves_.hottest(rank);
-                    continue;
+                if (host.index < 0) host = at_hand.roomiest_below();
+                piece = moves_.least(most, host.key);
+                const bool may_chain = piece < whole && at_hand.is_any_roomier(piece);
+                if (may_chain || host.index < 0) {
+                    at_hand.leave();
+                    at_hand.store();
+                    const bool is_moved = may_chain && chain_.move(rank, whole, piece);
+                    if (!is_moved && host.index < 0 && !swap(rank, whole)) break;
+                    at_hand.load();
+                    if (is_moved || host.index < 0) {
+                        at_hand.fetch(rank);
+                        at_hand.turn_to(rank);
+                        at_hand.fetch(next);
+                        continue;
+                    }
                 }
             }
-            hot = moves_.add_here(rank, hot.index, host, piece);
-            whole -= piece;
+            at_hand.give(hot, host, piece);
         }
-        return true;
+        const bool is_stuck = at_hand.excess() > 0;
+        at_hand.store();
+        return is_stuck ? place : -1;
     }
 
   private:
-    // The roomiest host, or the tightest that takes all of an expert; -1 if none takes min_quota.
-    MEGATRON_EXT_ONCE_IN_CODE int host_of_largest_piece(Best<Amount> expert, Amount whole) const {
-        const Amount most = moves_.least(expert.key, whole);
-        if (most < moves_.least_room()) return -1;
-        // Whether one takes the whole excess was asked before: none does.
-        const int tightest = most < whole ? moves_.tightest_host(expert.index, most) : -1;
-        return tightest >= 0 ? tightest : moves_.roomiest_host_below(expert.index, most);
-    }
-
     // Move less than `min_quota`: a replica on a rank with room takes that much more than one of
     // that rank's experts, on `rank`, gives back.
     MEGATRON_EXT_ONCE_IN_CODE bool swap(int rank, Amount whole) {

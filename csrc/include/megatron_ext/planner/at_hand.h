@@ -1,0 +1,430 @@
+// What shedding asks again and again: which hosts there are, and what the rank that gives keeps.
+// Two ways to have it at hand, with equal results:
+//   MemoryAtHand     looks it up in memory, each time
+//   RegistersAtHand  in registers: a lane has it of its own ranks, and of its own mains
+// In between memory is behind. `store` brings it up to date, and `load` takes over what others have
+// changed there.
+#pragma once
+
+#include <cstdint>
+
+#include "megatron_ext/planner/held.h"
+#include "megatron_ext/planner/moves.h"
+
+namespace megatron_ext {
+
+template <class Warp>
+class MemoryAtHand {
+    using Amount = typename Warp::Amount;
+
+  public:
+    MEGATRON_EXT_HOST_DEVICE explicit MemoryAtHand(Moves<Warp>& moves) : moves_(moves) {}
+
+    MEGATRON_EXT_HOST_DEVICE decltype(auto) sizes() const { return moves_.domain(); }
+
+    MEGATRON_EXT_HOST_DEVICE void load() {}
+    MEGATRON_EXT_HOST_DEVICE void store() {}
+
+    // Begin to read about the next rank to turn to.
+    MEGATRON_EXT_HOST_DEVICE void fetch(int) {}
+
+    // The rank that was fetched gives from now on, until `leave`.
+    MEGATRON_EXT_HOST_DEVICE void turn_to(int rank) {
+        rank_ = rank;
+        excess_ = -moves_.at().room[rank];
+        hottest_ = moves_.hottest(rank);
+        last_ = -1;
+    }
+    MEGATRON_EXT_HOST_DEVICE void leave() {}
+
+    // What the rank has too much, and its main that keeps most.
+    MEGATRON_EXT_HOST_DEVICE Amount excess() const { return excess_; }
+    MEGATRON_EXT_HOST_DEVICE Best<Amount> hottest() const { return hottest_; }
+
+    // The rank's next main by falling load, and its load; -1 behind the last that has some.
+    MEGATRON_EXT_HOST_DEVICE Best<Amount> next_main() {
+        const auto& load = moves_.domain().expert_load;
+        const int first = rank_ * moves_.domain().mains;
+        const int last = last_;
+        Best<Amount> next = moves_.best_main([&](int m) -> Amount {
+            const int e = first + m;
+            const Amount below = last < 0 ? 1 : load[last] - load[e];
+            return below > 0 || (below == 0 && e > last) ? load[e] : 0;
+        });
+        if (next.index >= 0) last_ = next.index += first;
+        return next;
+    }
+
+    // Look for hosts of `expert`: the tightest that takes `from`, the roomiest that takes less than
+    // `below`. The next functions say what was found: a host and its room, or -1.
+    MEGATRON_EXT_HOST_DEVICE void look(int expert, Amount from, Amount below) {
+        expert_ = expert;
+        from_ = from;
+        below_ = below;
+    }
+    MEGATRON_EXT_HOST_DEVICE Best<Amount> tightest() const {
+        return with_room(moves_.tightest_host(expert_, from_));
+    }
+    MEGATRON_EXT_HOST_DEVICE Best<Amount> roomiest_below() const {
+        return with_room(moves_.roomiest_host_below(expert_, below_));
+    }
+    // The higher one of two that take less than `below` each, and `whole` together, with the least
+    // room left over.
+    MEGATRON_EXT_HOST_DEVICE Pair<Amount> tightest_pair(Amount whole) const {
+        return moves_.tightest_pair(expert_, below_, whole);
+    }
+    // Whether any rank, host or not, has more room than that.
+    MEGATRON_EXT_HOST_DEVICE bool is_any_roomier(Amount than) const {
+        return moves_.is_any_roomier(than);
+    }
+
+    // The roomiest host of all, and its room; -1 if there is none.
+    MEGATRON_EXT_HOST_DEVICE Best<Amount> roomiest() const {
+        return with_room(moves_.roomiest_host());
+    }
+
+    // Give `host` a replica of `main` with `amount` assignments.
+    MEGATRON_EXT_HOST_DEVICE void give(Best<Amount> main, Best<Amount> host, Amount amount) {
+        hottest_ = moves_.add_here(rank_, main.index, host.index, amount);
+        excess_ -= amount;
+    }
+
+    MEGATRON_EXT_HOST_DEVICE void spend(int32_t rounds) { moves_.spend(rounds); }
+    MEGATRON_EXT_HOST_DEVICE bool is_spent() const { return moves_.is_spent(); }
+
+  private:
+    MEGATRON_EXT_HOST_DEVICE Best<Amount> with_room(int t) const {
+        return {t, t < 0 ? 0 : moves_.at().room[t]};
+    }
+
+    Moves<Warp>& moves_;
+    int rank_ = 0;
+    Amount excess_ = 0;
+    Best<Amount> hottest_;
+    int last_ = -1;
+    int expert_ = 0;
+    Amount from_ = 0;
+    Amount below_ = 0;
+};
+
+#ifdef __CUDACC__
+
+// As MemoryAtHand, function by function. No branches where a lane's values differ from another's:
+// all lanes would wait for them.
+template <class Warp>
+class RegistersAtHand : DeviceWarp {
+    using Amount = typename Warp::Amount;
+    static constexpr int kEach = Warp::Memory::kRanks / kLanes;
+
+  public:
+    __device__ explicit RegistersAtHand(Moves<Warp>& moves)
+        : moves_(moves), sizes_(moves.domain()), least_(moves.least_room()) {
+        load();
+    }
+
+    __device__ const DomainSizes<Amount>& sizes() const { return sizes_; }
+
+    __device__ void load() {
+        const auto& at = moves_.at();
+        __syncwarp();
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            const int t = rank_of(k);
+            const bool is_rank = t < sizes_.ranks;
+            room_[k] = is_rank ? at.room[t] : 0;
+            held_[k] = is_rank ? at.held[t] : sizes_.slots;
+            experts_[k].load(at.expert + t * sizes_.slots, is_rank ? held_[k] : 0);
+            host_[k] = host_word(t, room_[k], held_[k]);
+        }
+        left_ = moves_.work_left();
+    }
+
+    __device__ void store() {
+        const auto& at = moves_.at();
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            at.room[rank_of(k)] = room_[k];
+            at.held[rank_of(k)] = held_[k];
+        }
+        moves_.leave_work(left_);
+        __syncwarp();
+    }
+
+    __device__ void fetch(int rank) {
+        next_word_ = highest_word(moves_.at().kept, rank * sizes_.mains, kAll, -1, 0);
+        Amount room = room_[0];
+#pragma unroll
+        for (int k = 1; k < kEach; ++k) room = rank >= k * kLanes ? room_[k] : room;
+        next_room_ = __shfl_sync(kAll, room, lane_of(rank));
+        next_sends_ = moves_.at().sends[rank];
+    }
+
+    __device__ void turn_to(int rank) {
+        home_ = rank;
+        first_ = rank * sizes_.mains;
+        by_load_ = word_ = next_word_;
+        sends_ = next_sends_;
+        excess_ = -next_room_;
+        find_hottest();
+    }
+
+    __device__ void leave() {
+        const auto& at = moves_.at();
+        const Amount room = -excess_;
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            const bool is_home = rank_of(k) == home_;
+            room_[k] = is_home ? room : room_[k];
+            host_[k] = is_home ? host_word(home_, room, held_[k]) : host_[k];
+        }
+        if (lane() == 0) {
+            at.sends[home_] = sends_;
+            at.hottest[home_] = hottest().index;
+        }
+    }
+
+    __device__ Amount excess() const { return excess_; }
+    __device__ Best<Amount> hottest() const { return main_of(hottest_); }
+
+    __device__ Best<Amount> next_main() {
+        const uint32_t word = __reduce_max_sync(kAll, by_load_);
+        if (word <= kLastMain) return {};
+        if (by_load_ == word) {
+            by_load_ = sizes_.mains <= kLanes
+                           ? 0
+                           : highest_word(moves_.domain().expert_load, first_, word, -1, 0);
+        }
+        return main_of(word);
+    }
+
+    __device__ void look(int expert, Amount from, Amount below) {
+        const uint32_t first = word_of(from, 0);
+        below_ = word_of(below, 0);
+        expert_ = expert;
+        uint32_t tight = kAll;
+        uint32_t roomy = 0;
+        Amount most = room_[0];
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            const bool may = !experts_[k].has(expert);
+            tight = lower(tight, (host_[k] >= first) & may ? host_[k] : kAll);
+            roomy = higher(roomy, (host_[k] < below_) & may ? host_[k] : 0);
+            most = room_[k] > most ? room_[k] : most;
+        }
+        tight_ = __reduce_min_sync(kAll, tight);
+        roomy_ = __reduce_max_sync(kAll, roomy);
+        most_room_ = __reduce_max_sync(kAll, most);
+    }
+    __device__ Best<Amount> tightest() const {
+        return tight_ == kAll ? Best<Amount>{} : best_of(tight_);
+    }
+    __device__ Best<Amount> roomiest_below() const { return best_of(roomy_); }
+    __device__ bool is_any_roomier(Amount than) const { return most_room_ > than; }
+
+    // The lowest rank of those with most room.
+    __device__ Best<Amount> roomiest() const {
+        uint32_t word = 0;
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            word = higher(word, host_[k] ^ kMostRank);
+        }
+        word = __reduce_max_sync(kAll, word);
+        const Amount room = value_of(word);
+        return {room > 0 ? kMostRank - static_cast<int>(word & kMostRank) : -1, room};
+    }
+
+    __device__ Pair<Amount> tightest_pair(Amount whole) const {
+        auto* const words = reinterpret_cast<uint32_t*>(moves_.at().words);
+        Pair<Amount> pair;
+        bool counts[kEach];
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            counts[k] = (host_[k] > kMostRank) & (host_[k] < below_);
+            pair.values += __popc(__ballot_sync(kAll, counts[k]));
+        }
+        // What is too little with the roomiest is too little with any.
+        const Amount most_room = value_of(roomy_);
+        if (whole - most_room > most_room) return pair;
+        const uint32_t least = word_of(whole - most_room > 1 ? whole - most_room : 1, 0);
+        int found = 0;
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            const bool may = counts[k] & (host_[k] >= least) & !experts_[k].has(expert_);
+            const unsigned partners = __ballot_sync(kAll, may);
+            const unsigned before = partners & ((1u << lane()) - 1);
+            if (may) words[found + __popc(before)] = host_[k];
+            found += __popc(partners);
+        }
+        if (found < 2) return pair;
+        constexpr int kAtOnce = 16;
+        if (lane() < kAtOnce) words[found + lane()] = 0;
+        __syncwarp();
+        Amount least_over = whole;
+        uint32_t least_higher = kAll;
+#pragma unroll 1
+        for (int i = lane(); i - lane() < found; i += kLanes) {
+            // The lowest word from a bound on: words below it wrap around.
+            const uint32_t higher = i < found ? words[i] : 0;
+            const Amount rest = whole - value_of(higher);
+            const uint32_t bound = word_of(rest > 1 ? rest : 1, 0);
+            uint32_t above = kAll;
+#pragma unroll 1
+            for (int first = 0; first < found; first += kAtOnce) {
+#pragma unroll
+                for (int j = 0; j < kAtOnce; j += 4) {
+                    const auto four = *reinterpret_cast<const FourWords*>(words + first + j);
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) above = lower(above, four.each[k] - bound);
+                }
+            }
+            const uint32_t partner = above + bound;
+            const Amount over = value_of(higher) - (whole - value_of(partner));
+            const bool is_pair = (partner >= bound) & (partner < higher);
+            const bool is_better =
+                (over < least_over) | ((over == least_over) & (higher < least_higher));
+            if (is_pair & (over < whole) & is_better) {
+                least_over = over;
+                least_higher = higher;
+            }
+        }
+        const Amount least_of_all = __reduce_min_sync(kAll, least_over);
+        const uint32_t first =
+            __reduce_min_sync(kAll, least_over == least_of_all ? least_higher : kAll);
+        __syncwarp();  // The words may be overwritten.
+        if (first != kAll) pair.higher = best_of(first);
+        return pair;
+    }
+
+    __device__ void give(Best<Amount> main, Best<Amount> host, Amount amount) {
+        const auto& at = moves_.at();
+        const int t = host.index;
+        const Amount room = host.key - amount;
+        const Amount kept = main.key - amount;
+        bool is_own = false;
+        int32_t held = 0;
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            const bool is_host = rank_of(k) == t;
+            held = is_host ? held_[k] : held;
+            is_own |= is_host;
+        }
+        const uint32_t host_then = host_word(t, room, held + 1);
+        const int replica = t * sizes_.slots + held;
+        if (is_own) {
+            at.expert[replica] = main.index;
+            at.giver[replica] = home_;
+            at.amount[replica] = amount;
+            at.kept[main.index] = kept;
+        }
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            const bool is_host = rank_of(k) == t;
+            held_[k] = is_host ? held + 1 : held_[k];
+            room_[k] = is_host ? room : room_[k];
+            host_[k] = is_host ? host_then : host_[k];
+            experts_[k].add(main.index, is_host);
+        }
+        const int m = main.index - first_;
+        const bool is_main = lane() == lane_of(m);
+        word_ = is_main ? word_of_main(kept, m) : word_;
+        if (sizes_.mains > kLanes) {
+            __syncwarp();  // Other lanes have written what mains keep.
+            const uint32_t word = highest_word(at.kept, first_, kAll, m, kept);
+            word_ = is_main ? word : word_;
+        }
+        find_hottest();
+        ++sends_;
+        excess_ -= amount;
+    }
+
+    __device__ void spend(int32_t rounds) { left_ -= rounds; }
+    __device__ bool is_spent() const { return left_ <= 0; }
+
+  private:
+    static constexpr uint32_t kLastMain = (1 << kIndexBits) - 1;
+    static constexpr int kMostRank = (1 << kRankBits) - 1;
+
+    __device__ static int lane_of(int i) {
+        return static_cast<int>(static_cast<unsigned>(i) % kLanes);
+    }
+    __device__ static int rank_of(int k) { return lane() + k * kLanes; }
+    __device__ static uint32_t lower(uint32_t a, uint32_t b) { return a < b ? a : b; }
+    __device__ static uint32_t higher(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+    // A host's room above its number, in one word; of a rank that is no host, no room.
+    __device__ static uint32_t word_of(Amount room, int rank) {
+        return static_cast<uint32_t>(room) << kRankBits | static_cast<uint32_t>(rank);
+    }
+    __device__ static Amount value_of(uint32_t word) {
+        return static_cast<Amount>(word >> kRankBits);
+    }
+    __device__ static Best<Amount> best_of(uint32_t word) {
+        const Amount room = value_of(word);
+        return {room > 0 ? static_cast<int>(word & kMostRank) : -1, room};
+    }
+
+    // What a main keeps, above its inverted number among the rank's: so the first one is the
+    // hottest if nothing is left of any.
+    __device__ static uint32_t word_of_main(Amount kept, int m) {
+        return (static_cast<uint32_t>(kept) << kIndexBits) + (kLastMain - m);
+    }
+    __device__ Best<Amount> main_of(uint32_t word) const {
+        return {first_ + static_cast<int>(kLastMain - (word & kLastMain)),
+                static_cast<Amount>(word >> kIndexBits)};
+    }
+    __device__ void find_hottest() { hottest_ = __reduce_max_sync(kAll, word_); }
+
+    // The highest word below `below` of this lane's mains; of main `changed` it is of `kept`.
+    __device__ uint32_t
+    highest_word(const Amount* amounts, int first, uint32_t below, int changed, Amount kept) const {
+        const auto word_at = [&](int m) {
+            const uint32_t word = word_of_main(m == changed ? kept : amounts[first + m], m);
+            return word < below ? word : 0;
+        };
+        uint32_t word = lane() < sizes_.mains ? word_at(lane()) : 0;
+        if (sizes_.mains > kLanes) {
+#pragma unroll 1
+            for (int m = lane() + kLanes; m < sizes_.mains; m += kLanes) {
+                word = higher(word, word_at(m));
+            }
+        }
+        return word;
+    }
+
+    __device__ uint32_t host_word(int t, Amount room, int32_t held) const {
+        const bool is_host = (room >= least_) & (held < sizes_.slots);
+        return word_of(is_host ? room : 0, t);
+    }
+
+    Moves<Warp>& moves_;
+    const DomainSizes<Amount> sizes_;
+    const Amount least_;  // room of a host
+    int32_t left_ = 0;    // work
+    // Of this lane's ranks.
+    Amount room_[kEach];
+    uint32_t host_[kEach];  // words
+    int32_t held_[kEach];   // slots in use
+    HeldExperts<Moves<Warp>::kSlots> experts_[kEach];
+    // Of the rank that gives.
+    int home_ = 0;
+    int first_ = 0;  // of its mains
+    Amount excess_ = 0;
+    int32_t sends_ = 0;
+    uint32_t word_ = 0;     // of this lane's mains the hottest
+    uint32_t hottest_ = 0;  // of all its mains
+    uint32_t by_load_ = 0;  // of this lane's mains, which were not asked for, the next by load
+    // Of the next one.
+    Amount next_room_ = 0;
+    int32_t next_sends_ = 0;
+    uint32_t next_word_ = 0;
+    // What was looked for, and found.
+    int expert_ = 0;
+    uint32_t below_ = 0;
+    uint32_t tight_ = 0;
+    uint32_t roomy_ = 0;
+    Amount most_room_ = 0;
+};
+
+#endif
+
+}  // namespace megatron_ext
