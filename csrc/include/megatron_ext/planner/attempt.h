@@ -100,14 +100,15 @@ class Attempt {
                 .key;
         warp.for_each(count, [&](int i) {
             const Amount excess = -at.room[domain.busiest_first[i]];
+            const Amount rest = excess % most_room;
             if (excess <= 0) {
                 at.wider[i] = last;
             } else if (method == Method::kRemainder) {
-                at.wider[i] = most_room - excess % most_room;
+                at.wider[i] = most_room - rest;
             } else if (i == 0) {
                 at.wider[i] = 0;
             } else {
-                at.wider[i] = 1 + (method == Method::kRising ? excess : excess % most_room);
+                at.wider[i] = 1 + (method == Method::kRising ? excess : rest);
             }
         });
         warp.template sort_rising<Moves<Warp>::kRanks>(count, at.wider, at.step);

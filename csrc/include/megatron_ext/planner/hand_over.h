@@ -244,8 +244,10 @@ class HandOverAtOnce : DeviceWarp {
         const auto& at = moves_.at();
         const int count = list_given(sender);
         const Amount fewer = sends - 1;
-        // So many hosts side by side, 2 to the power of `bits`; each for several replicas.
-        const int bits = count <= 8 ? 3 : count <= 16 ? 4 : 5;
+        // So many hosts side by side, 2 to the power of `bits`; each for several replicas. Where
+        // there are many, the first one comes by itself: it mostly can.
+        int bits = count <= 8 ? 3 : 0;
+        const uint32_t first_host = count <= 8 ? 0 : find_first(count, fewer);
         uint32_t last_host = kAll;  // Of what was found last, and cannot be handed over.
         uint32_t last_size = 0;
         MEGATRON_EXT_ROLLED
@@ -253,9 +255,9 @@ class HandOverAtOnce : DeviceWarp {
             uint32_t host = 0;
             uint32_t smallest = kAll;
             MEGATRON_EXT_ROLLED
-            for (int first = 0; first < count; first += 1 << bits) {
+            for (int first = 0; first < (bits == 0 ? 1 : count); first += 1 << bits) {
                 const int v = first + (lane() & ((1 << bits) - 1));
-                const int via = sizes_.rank_of(at.given[v < count ? v : 0]);
+                const int via = bits == 0 ? rank_in(first_host) : host_of(v < count ? v : 0);
                 const uint32_t word = v < count ? word_of(fewer - at.sends[via], via) : 0;
                 const Amount most = at.kept[at.hottest[via]];  // no main gives more
                 const int slot = via * sizes_.slots;
@@ -287,6 +289,10 @@ class HandOverAtOnce : DeviceWarp {
                 }
             }
             const uint32_t best = __reduce_max_sync(kAll, host);
+            if ((best == 0) & (bits == 0) & (first_host > 0)) {
+                bits = count <= 16 ? 4 : 5;
+                continue;
+            }
             const int32_t work = count_asked(count, fewer, best) * each_;
             const uint32_t least = __reduce_min_sync(kAll, host == best ? smallest : kAll);
             if ((best == 0) | (work - each_ >= left_)) {
@@ -319,6 +325,20 @@ class HandOverAtOnce : DeviceWarp {
         return count;
     }
 
+    // Who holds one of the replicas in `given`.
+    __device__ int host_of(int g) const { return sizes_.rank_of(moves_.at().given[g]); }
+
+    // The host that is asked first: its word, or 0.
+    __device__ uint32_t find_first(int count, Amount fewer) const {
+        uint32_t first = 0;
+        MEGATRON_EXT_ROLLED
+        for (int g = lane(); g < count; g += kLanes) {
+            const int via = host_of(g);
+            first = higher(first, word_of(fewer - moves_.at().sends[via], via));
+        }
+        return __reduce_max_sync(kAll, first);
+    }
+
     // How many hosts are asked until the best one, each once; all if there is no best one.
     __device__ int count_asked(int count, Amount fewer, uint32_t best) const {
         const auto& at = moves_.at();
@@ -326,8 +346,8 @@ class HandOverAtOnce : DeviceWarp {
         MEGATRON_EXT_ROLLED
         for (int first = 0; first < count; first += kLanes) {
             const int g = first + lane() < count ? first + lane() : 0;
-            const int via = sizes_.rank_of(at.given[g]);
-            const bool is_again = (g > 0) & (sizes_.rank_of(at.given[g > 0 ? g - 1 : 0]) == via);
+            const int via = host_of(g);
+            const bool is_again = (g > 0) & (host_of(g > 0 ? g - 1 : 0) == via);
             const uint32_t word = word_of(fewer - at.sends[via], via);
             const bool is_asked = (first + lane() < count) & !is_again & (word > 0);
             asked += __popc(__ballot_sync(kAll, is_asked & (word >= best)));
@@ -376,11 +396,11 @@ class HandOverAtOnce : DeviceWarp {
             at.sends[host] = more;
         }
         __syncwarp();
-        const int of_sender = moves_.find_hottest(sender);
-        const int of_host = moves_.find_hottest(host);
-        if (lane() == 0) {
-            at.hottest[sender] = of_sender;
-            at.hottest[host] = of_host;
+        MEGATRON_EXT_ROLLED
+        for (int i = 0; i < 2; ++i) {
+            const int rank = i == 0 ? sender : host;
+            const int hottest = moves_.find_hottest(rank);
+            if (lane() == 0) at.hottest[rank] = hottest;
         }
 #pragma unroll
         for (int j = 0; j < kEach; ++j) {
