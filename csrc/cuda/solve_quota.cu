@@ -264,7 +264,6 @@ struct SharedMemory {
 struct GlobalMemory {
     using Amount = int64_t;
     static constexpr int kRanks = 0;
-    static constexpr int kSlots = 0;
     char* start;
 
     __device__ void copy(const DomainSizes<Amount>& sizes, const Domain<int64_t>& domain) const {
@@ -324,7 +323,9 @@ struct PlannerWarp : DeviceLanes<typename TheMemory::Amount> {
     using Memory = TheMemory;
     using Hosts = FlatHosts<typename TheMemory::Amount>;
     using Given = FlatGiven;
-    using Paths = FlatPaths<typename TheMemory::Amount>;
+    using Paths = std::conditional_t<TheMemory::kRanks == 0,
+                                     FlatPaths<typename TheMemory::Amount>,
+                                     LanesPaths<typename TheMemory::Amount>>;
     template <class Warp>
     using AtHand =
         std::conditional_t<TheMemory::kRanks == 0, MemoryAtHand<Warp>, RegistersAtHand<Warp>>;

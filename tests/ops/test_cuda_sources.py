@@ -58,19 +58,27 @@ try put aside what their callers keep in registers. Its inner functions spill no
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_the_planners_inner_functions_spill_nothing():
-    """What runs for every replica, where it runs in shared memory."""
+    """What runs for every replica, where it runs in shared memory. With three ranks a lane, what
+    looks at ranks in registers puts some aside around the call that searches a chain."""
     lines = compile_source(PLANNER, BINARIES[0]).told.splitlines()
-    inner = ["relieve_all", "move", "take", "refill", "add", "shed_to_roomiest", "run"]
+    in_memory = ["move", "take", "refill", "add", "shed_to_roomiest"]
+    at_hand = ["relieve_all", "HandOverAtOnce"]
     found = set()
     for name, told in itertools.pairwise(lines):
         function = re.search(r"Function properties for (\S+)", name)
         if function is None or "GlobalMemory" in name:
             continue
-        called = [each for each in inner if re.search(rf"\d{each}[EI]", function[1])]
-        if called:
-            found.update(called)
-            assert "0 bytes spill stores, 0 bytes spill loads" in told, function[1]
-    assert found == set(inner)
+        called = [
+            each for each in (*in_memory, *at_hand) if re.search(rf"\d{each}[EI]", function[1])
+        ]
+        if not called:
+            continue
+        found.update(called)
+        is_wide = "SharedMemoryILi96E" in function[1] and set(called) <= set(at_hand)
+        most = SAVED_FOR_CALLERS if is_wide else 0
+        spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", told)
+        assert max(map(int, spills.groups())) <= most, function[1]
+    assert found == {*in_memory, *at_hand}
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

@@ -38,12 +38,6 @@ struct Best {
     Key key = 0;
 };
 
-template <class Key>
-struct BestTwo {
-    Best<Key> first;
-    Best<Key> second;
-};
-
 // What is offered to an index; none is 0.
 template <class Value>
 struct Offer {
@@ -242,29 +236,6 @@ struct DeviceLanes : DeviceWarp {
         }
     }
 
-    // The best, and the best without that.
-    template <int kMost = 0, class Function>
-    __device__ BestTwo<Value> best_two(int count, Function key_of) const {
-        if constexpr (kFitsWord<kMost>) {
-            uint32_t word = 0;
-            uint32_t lower = 0;  // the second of this lane
-#pragma unroll
-            for (int first = 0; first < kMost; first += kLanes) {
-                const uint32_t own = key_word(first + lane(), count, key_of);
-                const uint32_t less = own < word ? own : word;
-                lower = less > lower ? less : lower;
-                word = own > word ? own : word;
-            }
-            const uint32_t first = __reduce_max_sync(kAll, word);
-            const uint32_t second = __reduce_max_sync(kAll, word == first ? lower : word);
-            return {best_of_word(first), best_of_word(second)};
-        } else {
-            const Best<Value> first = best(count, key_of);
-            return {first,
-                    best(count, [&](int i) -> Value { return i == first.index ? 0 : key_of(i); })};
-        }
-    }
-
     // Of values above 0: the pair that is `whole` or more with the least left over, which is below
     // `whole`. Of such pairs the one whose higher value is the lowest; the first of equals, for the
     // higher and for the lower one. Each lane looks for the partners of its own values.
@@ -408,7 +379,7 @@ struct DeviceLanes : DeviceWarp {
     // highest is above value[t], it takes its place, and id[t] becomes the lowest id that it came
     // with. Returns whether there is such a t. `scratch` and `words` are as large as `value`, and
     // ids below 2^kIndexBits.
-    template <int kMost = 0, class FirstOffer, class ExchangeOf>
+    template <class FirstOffer, class ExchangeOf>
     __device__ bool take_offers(int takers,
                                 FirstOffer first_offer,
                                 int count,
@@ -418,96 +389,38 @@ struct DeviceLanes : DeviceWarp {
                                 Value* scratch,
                                 int64_t* words64) const {
         bool changed = false;
-        if constexpr (kFitsWord<kMost>) {
-            // Value and inverted id in one word: the highest word is the best offer. All reads of a
-            // lane come before its first write.
-            auto* const words = reinterpret_cast<uint32_t*>(words64);
-            constexpr uint32_t kIds = (1u << kIndexBits) - 1;
-            const auto word = [](Value value, int32_t id) {
-                return static_cast<uint32_t>(value) << kIndexBits |
-                       (kIds - static_cast<uint32_t>(id));
-            };
-            constexpr int kEach = kMost / kLanes;
-            Offer<Value> first[kEach];
-#pragma unroll
-            for (int k = 0; k < kEach; ++k) first[k] = first_offer(lane() + k * kLanes);
-            __syncwarp();
-#pragma unroll
-            for (int k = 0; k < kEach; ++k) {
-                words[lane() + k * kLanes] = word(first[k].value, first[k].id);
-            }
-            __syncwarp();
-            constexpr int kAtOnce = 4;
-#pragma unroll 1
-            for (int first = lane(); first < count; first += kAtOnce * kLanes) {
-                Exchange<Value> each[kAtOnce];
-#pragma unroll
-                for (int k = 0; k < kAtOnce; ++k) {
-                    each[k] = exchange_of(first + k * kLanes);
-                }
-#pragma unroll
-                for (int k = 0; k < kAtOnce; ++k) {
-                    const int i = first + k * kLanes;
-                    if ((i < count) & (each[k].forth > 0)) {
-                        atomicMax(&words[each[k].to], word(each[k].forth, 2 * i));
-                    }
-                    if ((i < count) & (each[k].back > 0)) {
-                        atomicMax(&words[each[k].from], word(each[k].back, 2 * i + 1));
-                    }
-                }
-            }
-            __syncwarp();
-            uint32_t best[kEach];
-            Value now[kEach];
-#pragma unroll
-            for (int k = 0; k < kEach; ++k) {
-                best[k] = words[lane() + k * kLanes];
-                now[k] = value[lane() + k * kLanes];
-            }
-#pragma unroll
-            for (int k = 0; k < kEach; ++k) {
-                const int t = lane() + k * kLanes;
-                const auto offered = static_cast<Value>(best[k] >> kIndexBits);
-                if (t >= takers || offered <= now[k]) continue;
-                value[t] = offered;
-                id[t] = static_cast<int32_t>(kIds - (best[k] & kIds));
-                changed = true;
-            }
-            __syncwarp();
-        } else {
-            // The highest values come first, and then the lowest ids of those.
-            auto* const words = reinterpret_cast<unsigned long long*>(words64);
-            auto* const ids = reinterpret_cast<unsigned long long*>(scratch);
-            constexpr unsigned long long kNone = INT64_MAX;
-            const auto offer_all = [&](auto offer) {
-                for_each(count, [&](int i) {
-                    const Exchange<Value> each = exchange_of(i);
-                    offer(each.to, each.forth, 2 * i);
-                    offer(each.from, each.back, 2 * i + 1);
-                });
-            };
-            for_each(takers, [&](int t) { words[t] = first_offer(t).value; });
-            offer_all([&](int t, Value offered, int) {
-                atomicMax(&words[t], static_cast<unsigned long long>(offered));
+        // The highest values come first, and then the lowest ids of those.
+        auto* const words = reinterpret_cast<unsigned long long*>(words64);
+        auto* const ids = reinterpret_cast<unsigned long long*>(scratch);
+        constexpr unsigned long long kNone = INT64_MAX;
+        const auto offer_all = [&](auto offer) {
+            for_each(count, [&](int i) {
+                const Exchange<Value> each = exchange_of(i);
+                offer(each.to, each.forth, 2 * i);
+                offer(each.from, each.back, 2 * i + 1);
             });
-            for_each(takers, [&](int t) {
-                const Offer<Value> first = first_offer(t);
-                const bool is_best = static_cast<unsigned long long>(first.value) == words[t];
-                ids[t] = is_best ? static_cast<unsigned long long>(first.id) : kNone;
-            });
-            offer_all([&](int t, Value offered, int offered_id) {
-                if (offered > 0 && static_cast<unsigned long long>(offered) == words[t]) {
-                    atomicMin(&ids[t], static_cast<unsigned long long>(offered_id));
-                }
-            });
-            for_each(takers, [&](int t) {
-                const auto offered = static_cast<Value>(words[t]);
-                if (offered <= value[t]) return;
-                value[t] = offered;
-                id[t] = static_cast<int32_t>(ids[t]);
-                changed = true;
-            });
-        }
+        };
+        for_each(takers, [&](int t) { words[t] = first_offer(t).value; });
+        offer_all([&](int t, Value offered, int) {
+            atomicMax(&words[t], static_cast<unsigned long long>(offered));
+        });
+        for_each(takers, [&](int t) {
+            const Offer<Value> first = first_offer(t);
+            const bool is_best = static_cast<unsigned long long>(first.value) == words[t];
+            ids[t] = is_best ? static_cast<unsigned long long>(first.id) : kNone;
+        });
+        offer_all([&](int t, Value offered, int offered_id) {
+            if (offered > 0 && static_cast<unsigned long long>(offered) == words[t]) {
+                atomicMin(&ids[t], static_cast<unsigned long long>(offered_id));
+            }
+        });
+        for_each(takers, [&](int t) {
+            const auto offered = static_cast<Value>(words[t]);
+            if (offered <= value[t]) return;
+            value[t] = offered;
+            id[t] = static_cast<int32_t>(ids[t]);
+            changed = true;
+        });
         return __ballot_sync(kAll, changed) != 0;
     }
 

@@ -83,6 +83,26 @@ class MemoryAtHand {
         return with_room(moves_.roomiest_host());
     }
 
+    // The rank with the highest key above 0, the lowest of equals.
+    //   key_of(r, room)  of rank r, which may take so much
+    template <class Function>
+    MEGATRON_EXT_HOST_DEVICE Best<Amount> best_rank(Function key_of) const {
+        const auto& at = moves_.at();
+        return moves_.best_rank([&](int r) -> Amount { return key_of(r, at.room[r]); });
+    }
+
+    // What rank t holds: has(expert), and how many replicas.
+    struct Held {
+        const Moves<Warp>& moves;
+        int t;
+        int count;
+
+        MEGATRON_EXT_HOST_DEVICE bool has(int expert) const {
+            return moves.slot_of(t, expert) >= 0;
+        }
+    };
+    MEGATRON_EXT_HOST_DEVICE Held held_by(int t) const { return {moves_, t, moves_.at().held[t]}; }
+
     // Give `host` a replica of `main` with `amount` assignments.
     MEGATRON_EXT_HOST_DEVICE void give(Best<Amount> main, Best<Amount> host, Amount amount) {
         hottest_ = moves_.add_here(rank_, main.index, host.index, amount);
@@ -181,6 +201,7 @@ class RegistersAtHand : DeviceWarp {
             at.sends[home_] = sends_;
             at.hottest[home_] = hottest().index;
         }
+        __syncwarp();
     }
 
     __device__ Amount excess() const { return excess_; }
@@ -231,6 +252,38 @@ class RegistersAtHand : DeviceWarp {
         word = __reduce_max_sync(kAll, word);
         const Amount room = value_of(word);
         return {room > 0 ? kMostRank - static_cast<int>(word & kMostRank) : -1, room};
+    }
+
+    template <class Function>
+    __device__ Best<Amount> best_rank(Function key_of) const {
+        uint32_t word = 0;
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            const int r = rank_of(k);
+            const Amount key = key_of(r < sizes_.ranks ? r : 0, room_[k]);
+            const bool counts = (r < sizes_.ranks) & (key > 0);
+            word = higher(word, counts ? word_of(key, kMostRank - r) : 0);
+        }
+        word = __reduce_max_sync(kAll, word);
+        const Amount key = value_of(word);
+        return {key > 0 ? kMostRank - static_cast<int>(word & kMostRank) : -1, key};
+    }
+
+    struct Held {
+        HeldExperts<Moves<Warp>::kSlots> experts;
+        int count;
+
+        __device__ bool has(int expert) const { return experts.has(expert); }
+    };
+    __device__ Held held_by(int t) const {
+        Held held{experts_[0], held_[0]};
+#pragma unroll
+        for (int k = 1; k < kEach; ++k) {
+            if (t >= k * kLanes) held = {experts_[k], held_[k]};
+        }
+        held.experts = held.experts.of_lane(lane_of(t));
+        held.count = __shfl_sync(kAll, held.count, lane_of(t));
+        return held;
     }
 
     __device__ Pair<Amount> tightest_pair(Amount whole) const {

@@ -21,16 +21,16 @@ class Chain {
     // `at_least`.
     MEGATRON_EXT_ONCE_IN_CODE bool move(int rank, Amount whole, Amount at_least) {
         const int ranks = moves_.domain().ranks;
-        paths_.start(moves_, rank, whole);
+        auto&& paths = paths_.start(moves_, rank, whole);
         moves_.spend(rounds_of(ranks));
         int last = -1;
         Amount carried = at_least;
         MEGATRON_EXT_ROLLED
         for (int step = 0; step < kChainSteps && carried < whole; ++step) {
-            const bool is_wider = paths_.widen(moves_);
+            const bool is_wider = paths.widen(moves_);
             moves_.spend(6 * rounds_of(ranks) + rounds_of(ranks * moves_.domain().slots));
             if (!is_wider) break;
-            const Best<Amount> end = paths_.end(moves_);
+            const Best<Amount> end = paths.end(moves_);
             if (end.key > carried) {
                 last = end.index;
                 carried = end.key;
@@ -126,12 +126,10 @@ class Chain {
             for (int i = 0; i < length; ++i) moves_.update_host(steps[i].to);
             moves_.update_host(rank);
         });
-        MEGATRON_EXT_ROLLED
-        for (int i = 0; i <= length; ++i) {
+        moves_.warp().for_each(length + 1, [&](int i) {
             const int changed = i < length ? steps[i].to : rank;
-            const int hottest = moves_.find_hottest(changed);
-            moves_.warp().once([&] { at.hottest[changed] = hottest; });
-        }
+            at.hottest[changed] = moves_.keeps_most(changed);
+        });
         moves_.spend(2 * length * rounds_of(moves_.domain().ranks));
     }
 

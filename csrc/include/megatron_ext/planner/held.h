@@ -33,6 +33,16 @@ class HeldExperts {
         }
     }
 
+    // The same of another lane. All lanes ask together.
+    __device__ HeldExperts of_lane(int lane) const {
+        HeldExperts other;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+            other.words_[w] = __shfl_sync(0xffffffffu, words_[w], lane);
+        }
+        return other;
+    }
+
     __device__ bool has(int expert) const {
         // The half that is the expert's loses its mark where 1 is taken away.
         uint32_t marks = kMarks;

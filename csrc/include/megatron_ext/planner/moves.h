@@ -22,7 +22,6 @@ class HandOverInTurn;
 template <class Amount>
 struct PlacedMemory {
     static constexpr int kRanks = 0;  // at most so many, or 0: any number
-    static constexpr int kSlots = 0;
     const Domain<Amount>* of;
     const TryMemory<Amount>* placed;
 

@@ -1,7 +1,8 @@
 // How much a chain can carry to each rank, and by which last step, found one step further at a
-// time. Two ways, with equal results:
+// time. Three ways, with equal results:
 //   SparsePaths  looks on from ranks that were just reached by more, for one thread
 //   FlatPaths    looks at all ranks and replicas, for lanes side by side
+//   LanesPaths   the same, in a lane's registers
 // `Memory::width` has what can be carried, `step` the last step. A step is the number of a replica,
 // twice, if it grows, plus one if it shrinks; or, above those, the rank that fills a new replica of
 // its hottest main. Of equal offers to a rank the lowest step counts, so a new replica only if none
@@ -30,7 +31,7 @@ class SparsePaths {
   public:
     // Nothing can be carried yet, but `whole` from `rank` on.
     template <class Moves>
-    void start(const Moves& moves, int rank, Amount whole) {
+    SparsePaths& start(const Moves& moves, int rank, Amount whole) {
         const Memory& at = moves.at();
         const int ranks = moves.domain().ranks;
         std::fill_n(at.width, ranks, Amount{0});
@@ -42,6 +43,7 @@ class SparsePaths {
         changed_[0] = rank;
         count_ = 1;
         first_ = second_ = {};
+        return *this;
     }
 
     // Look one step further; whether any rank is reached by more. A rank that was not reached by
@@ -166,10 +168,11 @@ template <class Amount>
 class FlatPaths {
   public:
     template <class Moves>
-    MEGATRON_EXT_HOST_DEVICE void start(const Moves& moves, int rank, Amount whole) {
+    MEGATRON_EXT_HOST_DEVICE FlatPaths& start(const Moves& moves, int rank, Amount whole) {
         const auto& at = moves.at();
         moves.warp().for_each(moves.domain().ranks,
                               [&](int v) { at.width[v] = v == rank ? whole : 0; });
+        return *this;
     }
 
     template <class Moves>
@@ -184,10 +187,9 @@ class FlatPaths {
             const Amount carried = moves.least(at.width[v], at.kept[at.hottest[v]]);
             return carried < least_new ? 0 : carried;
         };
-        constexpr int kRanks = Moves::kRanks;
-        const auto two = warp.template best_two<kRanks>(ranks, new_from);
-        const auto first = two.first;
-        const auto second = two.second;
+        const auto first = warp.best(ranks, new_from);
+        const auto second =
+            warp.best(ranks, [&](int v) -> Amount { return v == first.index ? 0 : new_from(v); });
         const auto hot_of = [&](int r) { return at.hottest[r < 0 ? 0 : r]; };
         const int first_main = hot_of(first.index);
         const int second_main = hot_of(second.index);
@@ -197,18 +199,11 @@ class FlatPaths {
             const int held = at.held[t];
             bool has_first = false;
             bool has_second = false;
-            if constexpr (Moves::kSlots > 0) {
-                HeldExperts<Moves::kSlots> experts;
-                experts.load(at.expert + t * slots, held);
-                has_first = experts.has(first_main);
-                has_second = experts.has(second_main);
-            } else {
-                MEGATRON_EXT_ROLLED
-                for (int k = 0; k < slots; ++k) {
-                    const int e = at.expert[t * slots + k];
-                    has_first |= (k < held) & (e == first_main);
-                    has_second |= (k < held) & (e == second_main);
-                }
+            MEGATRON_EXT_ROLLED
+            for (int k = 0; k < slots; ++k) {
+                const int e = at.expert[t * slots + k];
+                has_first |= (k < held) & (e == first_main);
+                has_second |= (k < held) & (e == second_main);
             }
             const bool is_host = (held < slots) & (first.index >= 0) & (first.index != t);
             const bool by_first = is_host & !has_first;
@@ -229,7 +224,7 @@ class FlatPaths {
             const bool is_there = i - t * slots < at.held[t];
             return {v, t, is_there ? forth : 0, is_there ? back : 0};
         };
-        return warp.template take_offers<kRanks>(
+        return warp.take_offers(
             ranks, new_for, ranks * slots, by_replica, at.width, at.step, at.wider, at.words);
     }
 
@@ -240,5 +235,168 @@ class FlatPaths {
             [&](int t) -> Amount { return moves.least(at.width[t], at.room[t]); });
     }
 };
+
+#ifdef __CUDACC__
+
+// What LanesPaths looks with, for one chain. Nothing else changes meanwhile, so a lane reads what
+// it knows of its ranks and replicas once.
+template <class Moves>
+class LanesSearch : DeviceWarp {
+    using Amount = typename Moves::Amount;
+    static constexpr int kEach = Moves::kRanks / kLanes;
+    static constexpr int kSlots = Moves::kSlots;
+
+  public:
+    __device__ LanesSearch(const Moves& moves, int rank, Amount whole)
+        : sizes_(moves.domain()), least_new_(moves.least_room()) {
+        const auto& at = moves.at();
+        __syncwarp();
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            const int t = rank_of(k);
+            const bool is_rank = t < sizes_.ranks;
+            const int held = is_rank ? at.held[t] : sizes_.slots;
+            experts_[k].load(at.expert + t * sizes_.slots, is_rank ? held : 0);
+            room_[k] = is_rank ? at.room[t] : 0;
+            may_give_[k] = is_rank ? at.kept[at.hottest[is_rank ? t : 0]] : 0;
+            has_slot_[k] = held < sizes_.slots;
+            width_[k] = t == rank ? whole : 0;
+            at.width[t] = width_[k];
+#pragma unroll
+            for (int s = 0; s < kSlots; ++s) {
+                const bool is_held = is_rank & (s < held);
+                const int replica = is_held ? t * sizes_.slots + s : 0;
+                giver_[k][s] = at.giver[replica];
+                forth_[k][s] = is_held ? at.kept[at.expert[replica]] : 0;
+                back_[k][s] = is_held ? at.amount[replica] : 0;
+            }
+        }
+        __syncwarp();
+    }
+
+    __device__ bool widen(const Moves& moves) {
+        const auto& at = moves.at();
+        // The two ranks that can fill a new replica with most. One that is not the first choice of
+        // a host is not asked any further.
+        uint32_t own = 0;
+        uint32_t less = 0;
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            const Amount carried = Moves::least(width_[k], may_give_[k]);
+            const uint32_t word = carried < least_new_ ? 0 : word_of(carried, rank_of(k));
+            less = higher(less, word < own ? word : own);
+            own = higher(own, word);
+        }
+        const uint32_t first = __reduce_max_sync(kAll, own);
+        const uint32_t second = __reduce_max_sync(kAll, own == first ? less : own);
+        const int first_rank = first > 0 ? rank_in(first) : -1;
+        const int second_rank = second > 0 ? rank_in(second) : -1;
+        const int first_main = at.hottest[first > 0 ? first_rank : 0];
+        const int second_main = at.hottest[second > 0 ? second_rank : 0];
+        // Offers to a rank: what is offered, above the inverted step. The highest is the best. A
+        // lane makes those of its replicas, that grow to its ranks, and that shrink to their
+        // givers.
+        auto* const offers = reinterpret_cast<uint32_t*>(at.words);
+        const int steps = first_new_step(moves);
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            const int t = rank_of(k);
+            const bool has_first = experts_[k].has(first_main);
+            const bool is_host = has_slot_[k] & (first > 0) & (first_rank != t);
+            const bool by_second = is_host & has_first & (second > 0) & (second_rank != t) &
+                                   !experts_[k].has(second_main);
+            const uint32_t by_first = is_host & !has_first ? first : 0;
+            const uint32_t giver = by_second ? second : by_first;
+            uint32_t best = offer(value_in(giver), steps + rank_in(giver));
+#pragma unroll
+            for (int s = 0; s < kSlots; ++s) {
+                const Amount forth = Moves::least(at.width[giver_[k][s]], forth_[k][s]);
+                best = higher(best, offer(forth, 2 * (t * sizes_.slots + s)));
+            }
+            offers[t] = best;
+        }
+        __syncwarp();
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+#pragma unroll
+            for (int s = 0; s < kSlots; ++s) {
+                const Amount back = Moves::least(width_[k], back_[k][s]);
+                const int step = 2 * (rank_of(k) * sizes_.slots + s) + 1;
+                if (back > 0) atomicMax(&offers[giver_[k][s]], offer(back, step));
+            }
+        }
+        __syncwarp();
+        bool is_wider = false;
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            const int t = rank_of(k);
+            const uint32_t best = offers[t];
+            const auto offered = static_cast<Amount>(best >> kIndexBits);
+            if ((t >= sizes_.ranks) | (offered <= width_[k])) continue;
+            width_[k] = offered;
+            at.width[t] = offered;
+            at.step[t] = static_cast<int32_t>(kLastStep - (best & kLastStep));
+            is_wider = true;
+        }
+        __syncwarp();
+        return __ballot_sync(kAll, is_wider) != 0;
+    }
+
+    __device__ Best<Amount> end(const Moves&) const {
+        uint32_t word = 0;
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            const Amount carried = Moves::least(width_[k], room_[k]);
+            word = higher(word, carried > 0 ? word_of(carried, rank_of(k)) : 0);
+        }
+        word = __reduce_max_sync(kAll, word);
+        return {word > 0 ? rank_in(word) : -1, value_in(word)};
+    }
+
+  private:
+    static constexpr uint32_t kLastStep = (1u << kIndexBits) - 1;
+    static constexpr int kMostRank = (1 << kRankBits) - 1;
+
+    __device__ static int rank_of(int k) { return lane() + k * kLanes; }
+    __device__ static uint32_t higher(uint32_t a, uint32_t b) { return a > b ? a : b; }
+    __device__ static uint32_t offer(Amount value, int step) {
+        return static_cast<uint32_t>(value) << kIndexBits |
+               (kLastStep - static_cast<uint32_t>(step));
+    }
+    // A value above an inverted rank.
+    __device__ static uint32_t word_of(Amount value, int rank) {
+        return static_cast<uint32_t>(value) << kRankBits | (kMostRank - rank);
+    }
+    __device__ static int rank_in(uint32_t word) {
+        return kMostRank - static_cast<int>(word & kMostRank);
+    }
+    __device__ static Amount value_in(uint32_t word) {
+        return static_cast<Amount>(word >> kRankBits);
+    }
+
+    const DomainSizes<Amount> sizes_;
+    const Amount least_new_;
+    // Of this lane's ranks.
+    HeldExperts<Moves::kSlots> experts_[kEach];
+    Amount room_[kEach];
+    Amount may_give_[kEach];  // to a new replica
+    Amount width_[kEach];
+    bool has_slot_[kEach];
+    // Of the replicas that they hold; 0 where there is none.
+    int32_t giver_[kEach][kSlots];
+    Amount forth_[kEach][kSlots];  // by how much it may grow
+    Amount back_[kEach][kSlots];   // and shrink
+};
+
+template <class Amount>
+class LanesPaths {
+  public:
+    template <class Moves>
+    __device__ LanesSearch<Moves> start(const Moves& moves, int rank, Amount whole) const {
+        return {moves, rank, whole};
+    }
+};
+
+#endif
 
 }  // namespace megatron_ext

@@ -6,6 +6,7 @@
 // now has room. Room may be lost only as far as the domain has room to spare.
 #pragma once
 
+#include "megatron_ext/planner/at_hand.h"
 #include "megatron_ext/planner/moves.h"
 
 namespace megatron_ext {
@@ -26,59 +27,75 @@ MEGATRON_EXT_ONCE_IN_CODE bool refill(Moves<Warp>& moves, int detour) {
         return room > kMostRoom ? kMostRoom : room < -kMostRoom ? -kMostRoom : room;
     }));
     // A rank that was filled gives nothing any more.
-    const auto is_done = [&](int r) { return at.held[r] > 0 && at.order[r] != 0; };
     warp.for_each(domain.ranks, [&](int r) { at.order[r] = 0; });
+    typename Warp::template AtHand<Warp> at_hand(moves);
+    const int32_t work = 8 * rounds_of(domain.ranks) + 2 * rounds_of(domain.mains);
+    const auto excess = [](int, Amount room) -> Amount { return -room; };
+    bool is_filled = true;
     MEGATRON_EXT_ROLLED
-    for (int step = 0; moves.busiest().index >= 0; ++step) {
-        if (moves.is_spent() || moves.is_stopped()) return false;
-        const int t = moves.roomiest_host();
-        if (t < 0) return false;
-        moves.spend(8 * rounds_of(domain.ranks) + 2 * rounds_of(domain.mains));
-        const Amount room = at.room[t];
+    for (int step = 0; is_filled && at_hand.best_rank(excess).index >= 0; ++step) {
+        const Best<Amount> host = at_hand.roomiest();
+        if (at_hand.is_spent() || moves.is_stopped() || host.index < 0) {
+            is_filled = false;
+            break;
+        }
+        at_hand.spend(work);
+        const int t = host.index;
+        const Amount room = host.key;
         const Amount enough = moves.most(room - spare, moves.least_room());
+        const auto held = at_hand.held_by(t);
         const auto gives = [&](int r) {
-            return r != t && !is_done(r) && moves.slot_of(t, at.hottest[r]) < 0;
+            return (r != t) & (at.order[r] == 0) && !held.has(at.hottest[r]);
         };
         // Loads are compared by how much less room they leave than that host has.
-        const auto load = [&](int r) -> Amount { return room - at.room[r]; };
-        auto giver = moves.best_rank([&](int r) -> Amount {
-            return gives(r) && at.kept[at.hottest[r]] >= enough ? load(r) : 0;
-        });
+        int passed = -1;
+        const auto fills = [&](int r, Amount own) -> Amount {
+            const bool is_enough = at.kept[at.hottest[r]] >= enough;
+            return is_enough && r != passed && gives(r) ? room - own : 0;
+        };
+        int home = at_hand.best_rank(fills).index;
         if (step == detour) {
-            const int passed = giver.index;
-            giver = moves.best_rank([&](int r) -> Amount {
-                return r != passed && gives(r) && at.kept[at.hottest[r]] >= enough ? load(r) : 0;
-            });
+            passed = home;
+            home = at_hand.best_rank(fills).index;
         }
-        int home = giver.index;
         int main = -1;
-        if (giver.index >= 0) {
+        if (home >= 0) {
             const int first = home * domain.mains;
             const Amount hot = at.kept[at.hottest[home]];
-            main = first + moves
-                               .best_main([&](int m) -> Amount {
-                                   const int e = first + m;
-                                   if (at.kept[e] < enough || moves.slot_of(t, e) >= 0) return 0;
-                                   return hot - at.kept[e] + 1;
-                               })
-                               .index;
-        } else if (at.held[t] + 1 < domain.slots) {
-            const auto hottest = moves.best_rank([&](int r) -> Amount {
-                const Amount kept = at.kept[at.hottest[r]];
-                return gives(r) && kept >= moves.least_room() ? kept : 0;
-            });
-            home = hottest.index;
+            main =
+                first + moves
+                            .best_main([&](int m) -> Amount {
+                                const Amount kept = at.kept[first + m];
+                                return kept >= enough && !held.has(first + m) ? hot - kept + 1 : 0;
+                            })
+                            .index;
+        } else if (held.count + 1 < domain.slots) {
+            home = at_hand
+                       .best_rank([&](int r, Amount) -> Amount {
+                           const Amount kept = at.kept[at.hottest[r]];
+                           return kept >= moves.least_room() && gives(r) ? kept : 0;
+                       })
+                       .index;
             if (home >= 0) main = at.hottest[home];
         }
-        if (main < 0) return false;
-        moves.add(home, main, t, moves.least(room, at.kept[main]));
-        if (at.room[t] == 0 || !moves.can_take(t)) {
-            spare -= at.room[t];
+        if (main < 0) {
+            is_filled = false;
+            break;
+        }
+        const Amount kept = at.kept[main];
+        const Amount piece = moves.least(room, kept);
+        at_hand.fetch(home);
+        at_hand.turn_to(home);
+        at_hand.give({main, kept}, host, piece);
+        at_hand.leave();
+        if (piece == room || held.count + 1 == domain.slots) {
+            spare -= room - piece;
             warp.once([&] { at.order[t] = 1; });
-            if (spare < 0) return false;
+            is_filled = spare >= 0;
         }
     }
-    return true;
+    at_hand.store();
+    return is_filled;
 }
 
 }  // namespace megatron_ext

@@ -75,15 +75,16 @@ class Shedding {
                 if (may_chain || host.index < 0) {
                     at_hand.leave();
                     at_hand.store();
-                    const bool is_moved = may_chain && chain_.move(rank, whole, piece);
-                    if (!is_moved && host.index < 0 && !swap(rank, whole)) break;
+                    const bool is_moved = (may_chain && chain_.move(rank, whole, piece)) ||
+                                          (host.index < 0 && swap(rank, whole));
                     at_hand.load();
-                    if (is_moved || host.index < 0) {
+                    if (is_moved) {
                         at_hand.fetch(rank);
                         at_hand.turn_to(rank);
                         at_hand.fetch(next);
                         continue;
                     }
+                    if (host.index < 0) break;
                 }
             }
             at_hand.give(hot, host, piece);
