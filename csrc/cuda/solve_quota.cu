@@ -321,7 +321,9 @@ __host__ __device__ int64_t block_bytes(const QuotaProblem& problem) {
 template <class TheMemory>
 struct PlannerWarp : DeviceLanes<typename TheMemory::Amount> {
     using Memory = TheMemory;
-    using Hosts = FlatHosts<typename TheMemory::Amount>;
+    using Hosts = std::conditional_t<TheMemory::kRanks == 0,
+                                     FlatHosts<typename TheMemory::Amount>,
+                                     NoHosts<typename TheMemory::Amount>>;
     using Given = FlatGiven;
     using Paths = std::conditional_t<TheMemory::kRanks == 0,
                                      FlatPaths<typename TheMemory::Amount>,

@@ -1,7 +1,7 @@
 // The hosts of a try: the ranks that have a free slot and room for the smallest replica. Two ways
 // to find the tightest and the roomiest one, with equal results:
 //   SortedHosts  a list by room, for one thread: to find is little work, to change a rank is more
-//   FlatHosts    no list, for lanes side by side: all ranks are looked at, nothing is moved
+//   FlatHosts    an entry a rank, for lanes side by side: all are looked at, nothing is moved
 // SortedHosts keeps the room that a rank is listed with in `words`, by rank.
 // Where hosts are equally roomy, the lower rank is the tighter one. Functions get the Moves that
 // they belong to; where they get an expert, only hosts without a replica of it count.
@@ -169,41 +169,54 @@ template <class Amount>
 class FlatHosts {
   public:
     template <class Moves>
-    MEGATRON_EXT_HOST_DEVICE void list(const Moves&, bool /*rising*/) {}
-    MEGATRON_EXT_HOST_DEVICE void update(const TryMemory<Amount>&, int, Amount) {}
+    MEGATRON_EXT_HOST_DEVICE void list(const Moves& moves, bool /*rising*/) {
+        const auto& at = moves.at();
+        moves.warp().for_each(moves.domain().ranks, [&](int t) {
+            at.host_room[t] = moves.room_of_host(at.room[t], at.held[t]);
+        });
+    }
+
+    // By one lane.
+    MEGATRON_EXT_HOST_DEVICE void update(const TryMemory<Amount>& at, int t, Amount room) {
+        at.host_room[t] = room;
+    }
 
     template <class Moves>
     MEGATRON_EXT_HOST_DEVICE int count(const Moves& moves) const {
+        const auto& at = moves.at();
         return static_cast<int>(moves.warp().sum(
-            moves.domain().ranks, [&](int t) -> int64_t { return room(moves, t) > 0; }));
+            moves.domain().ranks, [&](int t) -> int64_t { return at.host_room[t] > 0; }));
     }
 
     template <class Moves>
     MEGATRON_EXT_HOST_DEVICE int tightest(const Moves& moves, int expert, Amount amount) const {
-        return moves
-            .best_rank([&](int t) -> Amount {
-                const Amount own = room(moves, t);
-                return own >= amount && moves.find_slot(t, expert) < 0 ? Moves::kMost - own : 0;
-            })
-            .index;
+        return find(moves, expert, [&](const Amount* rooms) {
+            return moves
+                .best_rank([&](int t) -> Amount {
+                    return rooms[t] >= amount ? Moves::kMost - rooms[t] : 0;
+                })
+                .index;
+        });
     }
 
     template <class Moves>
     MEGATRON_EXT_HOST_DEVICE int roomiest_below(const Moves& moves, int expert, Amount most) const {
         const int last = moves.domain().ranks - 1;
-        const int from_last =  // the last of equals
-            moves
-                .best_rank([&](int i) -> Amount {
-                    const Amount own = room(moves, last - i);
-                    return own < most && moves.find_slot(last - i, expert) < 0 ? own : 0;
-                })
-                .index;
-        return from_last < 0 ? -1 : last - from_last;
+        return find(moves, expert, [&](const Amount* rooms) {
+            const int from_last =  // the last of equals
+                moves
+                    .best_rank([&](int i) -> Amount {
+                        return rooms[last - i] < most ? rooms[last - i] : 0;
+                    })
+                    .index;
+            return from_last < 0 ? -1 : last - from_last;
+        });
     }
 
     template <class Moves>
     MEGATRON_EXT_HOST_DEVICE int roomiest(const Moves& moves) const {
-        return moves.best_rank([&](int t) -> Amount { return room(moves, t); }).index;
+        const auto& at = moves.at();
+        return moves.best_rank([&](int t) -> Amount { return at.host_room[t]; }).index;
     }
 
     template <class Moves>
@@ -219,9 +232,9 @@ class FlatHosts {
                                                         Amount whole) const {
         const auto& at = moves.at();
         const int ranks = moves.domain().ranks;
-        const auto counts = [&](int t) { return room(moves, t) > 0 && room(moves, t) < most; };
+        const auto counts = [&](int t) { return at.host_room[t] > 0 && at.host_room[t] < most; };
         moves.warp().for_each(ranks, [&](int t) {
-            at.wider[t] = counts(t) && moves.find_slot(t, expert) < 0 ? room(moves, t) : 0;
+            at.wider[t] = counts(t) && moves.find_slot(t, expert) < 0 ? at.host_room[t] : 0;
         });
         Pair<Amount> pair = moves.warp().closest_pair(ranks, at.wider, whole);
         pair.values =
@@ -230,10 +243,26 @@ class FlatHosts {
     }
 
   private:
-    template <class Moves>
-    MEGATRON_EXT_HOST_DEVICE static Amount room(const Moves& moves, int t) {
-        return moves.room_of_host(moves.at().room[t], moves.at().held[t]);
+    // What `find_in` finds in the rooms of hosts; if that one holds the expert, among the others.
+    template <class Moves, class FindIn>
+    MEGATRON_EXT_HOST_DEVICE int find(const Moves& moves, int expert, FindIn find_in) const {
+        const auto& at = moves.at();
+        const int t = find_in(at.host_room);
+        if (t < 0 || moves.find_slot(t, expert) < 0) return t;
+        moves.warp().for_each(moves.domain().ranks, [&](int r) {
+            at.wider[r] = moves.find_slot(r, expert) < 0 ? at.host_room[r] : 0;
+        });
+        return find_in(at.wider);
     }
+};
+
+// None: lanes have hosts at hand.
+template <class Amount>
+class NoHosts {
+  public:
+    template <class Moves>
+    MEGATRON_EXT_HOST_DEVICE void list(const Moves&, bool) {}
+    MEGATRON_EXT_HOST_DEVICE void update(const TryMemory<Amount>&, int, Amount) {}
 };
 
 }  // namespace megatron_ext

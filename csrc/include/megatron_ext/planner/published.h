@@ -37,7 +37,9 @@ MEGATRON_EXT_ONCE_IN_CODE bool shed_to_roomiest(Moves<Warp>& moves) {
                 const Amount whole = at_hand.excess();
                 const Amount piece = moves.least(moves.least(whole, host.key), main.key - kStays);
                 if (piece < sizes.min_quota) break;
-                if (kByNeed && piece < 1 + (whole - 1) / moves.hosts()) break;
+                if constexpr (kByNeed) {
+                    if (piece < 1 + (whole - 1) / moves.hosts()) break;
+                }
                 at_hand.give(main, host, piece);
                 main.key -= piece;
             }
