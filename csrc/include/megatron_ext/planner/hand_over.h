@@ -246,9 +246,10 @@ class HandOverAtOnce : DeviceWarp {
         const Amount fewer = sends - 1;
         // So many hosts side by side, 2 to the power of `bits`; each for several replicas. Where
         // there are many, the first one comes by itself: it mostly can.
-        int bits = count <= 8 ? 3 : 0;
+        const int all = count <= 8 ? 3 : count <= 16 ? 4 : 5;
         const uint32_t first_host = count <= 8 ? 0 : find_first(count, fewer);
-        uint32_t last_host = kAll;  // Of what was found last, and cannot be handed over.
+        int bits = first_host > 0 ? 0 : all;
+        uint32_t last_host = kAll;  // of what was found last, and cannot be handed over
         uint32_t last_size = 0;
         MEGATRON_EXT_ROLLED
         while (true) {
@@ -289,8 +290,8 @@ class HandOverAtOnce : DeviceWarp {
                 }
             }
             const uint32_t best = __reduce_max_sync(kAll, host);
-            if ((best == 0) & (bits == 0) & (first_host > 0)) {
-                bits = count <= 16 ? 4 : 5;
+            if ((best == 0) & (bits == 0)) {
+                bits = all;
                 continue;
             }
             const int32_t work = count_asked(count, fewer, best) * each_;
