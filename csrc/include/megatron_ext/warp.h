@@ -172,10 +172,34 @@ struct DeviceWarp {
     __device__ static int warp() { return static_cast<int>(threadIdx.x / kLanes); }
 };
 
+// Ranks by lanes, several a lane, and words of a number above an inverted rank: the highest word is
+// of the highest number, and of equals of the lowest rank. Of no number there is no word: 0.
+struct RankLanes : DeviceWarp {
+    static constexpr int kMostRank = (1 << kRankBits) - 1;
+
+    __device__ static int rank_of(int k) { return lane() + k * kLanes; }
+    __device__ static int lane_of(int rank) {
+        return static_cast<int>(static_cast<unsigned>(rank) % kLanes);
+    }
+
+    __device__ static uint32_t lower(uint32_t a, uint32_t b) { return a < b ? a : b; }
+    __device__ static uint32_t higher(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+    __device__ static uint32_t word_of(int32_t number, int rank) {
+        return number > 0 ? static_cast<uint32_t>(number) << kRankBits | (kMostRank - rank) : 0;
+    }
+    __device__ static int rank_in(uint32_t word) {
+        return kMostRank - static_cast<int>(word & kMostRank);
+    }
+    __device__ static int32_t number_in(uint32_t word) {
+        return static_cast<int32_t>(word >> kRankBits);
+    }
+};
+
 // One lane a thread. As HostWarp, function by function, and some more. Where an index is a rank's,
 // kMost says how many ranks arrays have place for.
 template <class Value>
-struct DeviceLanes : DeviceWarp {
+struct DeviceLanes : RankLanes {
     using Amount = Value;
 
     template <class Function>
@@ -193,10 +217,12 @@ struct DeviceLanes : DeviceWarp {
             uint32_t word = 0;
 #pragma unroll
             for (int first = 0; first < kMost; first += kLanes) {
-                const uint32_t own = key_word(first + lane(), count, key_of);
-                word = own > word ? own : word;
+                const int i = first + lane();
+                const Value key = key_of(i);
+                word = higher(word, i < count ? word_of(key, i) : 0);
             }
-            return best_of_word(__reduce_max_sync(kAll, word));
+            word = __reduce_max_sync(kAll, word);
+            return {word > 0 ? rank_in(word) : -1, number_in(word)};
         } else {
             Best<Value> best;
 #pragma unroll 1
@@ -364,7 +390,7 @@ struct DeviceLanes : DeviceWarp {
             for (int j = 0; j < count; ++j) {
                 const Value other = keys[j];
                 if constexpr (kFitsWord<kMost>) {
-                    place += word_of(other, j) < word_of(own, i);
+                    place += (other << kRankBits | j) < (own << kRankBits | i);
                 } else {
                     place += static_cast<int>(other < own) |
                              (static_cast<int>(other == own) & static_cast<int>(j < i));
@@ -434,29 +460,9 @@ struct DeviceLanes : DeviceWarp {
   private:
     static constexpr bool kNarrow = sizeof(Value) == 4;
     static constexpr Value kHighest = std::numeric_limits<Value>::max();
-    static constexpr int kMostRank = (1 << kRankBits) - 1;
 
     template <int kMost>
     static constexpr bool kFitsWord = kNarrow && kMost > 0 && kMost <= kMostRank + 1;
-
-    template <class Function>
-    __device__ static uint32_t key_word(int i, int count, Function key_of) {
-        const Value key = key_of(i);
-        return i < count && key > 0 ? word_of(key, kMostRank - i) : 0;
-    }
-    __device__ static Best<Value> best_of_word(uint32_t word) {
-        if (word == 0) return {};
-        return {kMostRank - index_of(word), value_of(word)};
-    }
-
-    // A value above a rank, in one word.
-    __device__ static uint32_t word_of(Value value, int index) {
-        return static_cast<uint32_t>(value) << kRankBits | static_cast<uint32_t>(index);
-    }
-    __device__ static int index_of(uint32_t word) { return static_cast<int>(word) & kMostRank; }
-    __device__ static Value value_of(uint32_t word) {
-        return static_cast<Value>(word >> kRankBits);
-    }
 
     __device__ __noinline__ static Best<Value> best_of_lanes(Best<Value> own) {
         const Value key = highest(own.key);

@@ -132,7 +132,7 @@ class MemoryAtHand {
 // As MemoryAtHand, function by function. No branches where a lane's values differ from another's:
 // all lanes would wait for them.
 template <class Warp>
-class RegistersAtHand : DeviceWarp {
+class RegistersAtHand : RankLanes {
     using Amount = typename Warp::Amount;
     static constexpr int kEach = Warp::Memory::kRanks / kLanes;
 
@@ -219,8 +219,8 @@ class RegistersAtHand : DeviceWarp {
     }
 
     __device__ void look(int expert, Amount from, Amount below) {
-        const uint32_t first = word_of(from, 0);
-        below_ = word_of(below, 0);
+        const uint32_t first = room_word(from, 0);
+        below_ = room_word(below, 0);
         expert_ = expert;
         uint32_t tight = kAll;
         uint32_t roomy = 0;
@@ -250,8 +250,8 @@ class RegistersAtHand : DeviceWarp {
             word = higher(word, host_[k] ^ kMostRank);
         }
         word = __reduce_max_sync(kAll, word);
-        const Amount room = value_of(word);
-        return {room > 0 ? kMostRank - static_cast<int>(word & kMostRank) : -1, room};
+        const Amount room = number_in(word);
+        return {room > 0 ? rank_in(word) : -1, room};
     }
 
     template <class Function>
@@ -261,12 +261,10 @@ class RegistersAtHand : DeviceWarp {
         for (int k = 0; k < kEach; ++k) {
             const int r = rank_of(k);
             const Amount key = key_of(r < sizes_.ranks ? r : 0, room_[k]);
-            const bool counts = (r < sizes_.ranks) & (key > 0);
-            word = higher(word, counts ? word_of(key, kMostRank - r) : 0);
+            word = higher(word, r < sizes_.ranks ? word_of(key, r) : 0);
         }
         word = __reduce_max_sync(kAll, word);
-        const Amount key = value_of(word);
-        return {key > 0 ? kMostRank - static_cast<int>(word & kMostRank) : -1, key};
+        return {word > 0 ? rank_in(word) : -1, number_in(word)};
     }
 
     struct Held {
@@ -296,9 +294,9 @@ class RegistersAtHand : DeviceWarp {
             pair.values += __popc(__ballot_sync(kAll, counts[k]));
         }
         // What is too little with the roomiest is too little with any.
-        const Amount most_room = value_of(roomy_);
+        const Amount most_room = number_in(roomy_);
         if (whole - most_room > most_room) return pair;
-        const uint32_t least = word_of(whole - most_room > 1 ? whole - most_room : 1, 0);
+        const uint32_t least = room_word(whole - most_room > 1 ? whole - most_room : 1, 0);
         int found = 0;
 #pragma unroll
         for (int k = 0; k < kEach; ++k) {
@@ -318,8 +316,8 @@ class RegistersAtHand : DeviceWarp {
         for (int i = lane(); i - lane() < found; i += kLanes) {
             // The lowest word from a bound on: words below it wrap around.
             const uint32_t higher = i < found ? words[i] : 0;
-            const Amount rest = whole - value_of(higher);
-            const uint32_t bound = word_of(rest > 1 ? rest : 1, 0);
+            const Amount rest = whole - number_in(higher);
+            const uint32_t bound = room_word(rest > 1 ? rest : 1, 0);
             uint32_t above = kAll;
 #pragma unroll 1
             for (int first = 0; first < found; first += kAtOnce) {
@@ -331,7 +329,7 @@ class RegistersAtHand : DeviceWarp {
                 }
             }
             const uint32_t partner = above + bound;
-            const Amount over = value_of(higher) - (whole - value_of(partner));
+            const Amount over = number_in(higher) - (whole - number_in(partner));
             const bool is_pair = (partner >= bound) & (partner < higher);
             const bool is_better =
                 (over < least_over) | ((over == least_over) & (higher < least_higher));
@@ -395,24 +393,13 @@ class RegistersAtHand : DeviceWarp {
 
   private:
     static constexpr uint32_t kLastMain = (1 << kIndexBits) - 1;
-    static constexpr int kMostRank = (1 << kRankBits) - 1;
-
-    __device__ static int lane_of(int i) {
-        return static_cast<int>(static_cast<unsigned>(i) % kLanes);
-    }
-    __device__ static int rank_of(int k) { return lane() + k * kLanes; }
-    __device__ static uint32_t lower(uint32_t a, uint32_t b) { return a < b ? a : b; }
-    __device__ static uint32_t higher(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
     // A host's room above its number, in one word; of a rank that is no host, no room.
-    __device__ static uint32_t word_of(Amount room, int rank) {
+    __device__ static uint32_t room_word(Amount room, int rank) {
         return static_cast<uint32_t>(room) << kRankBits | static_cast<uint32_t>(rank);
     }
-    __device__ static Amount value_of(uint32_t word) {
-        return static_cast<Amount>(word >> kRankBits);
-    }
     __device__ static Best<Amount> best_of(uint32_t word) {
-        const Amount room = value_of(word);
+        const Amount room = number_in(word);
         return {room > 0 ? static_cast<int>(word & kMostRank) : -1, room};
     }
 
@@ -446,7 +433,7 @@ class RegistersAtHand : DeviceWarp {
 
     __device__ uint32_t host_word(int t, Amount room, int32_t held) const {
         const bool is_host = (room >= least_) & (held < sizes_.slots);
-        return word_of(is_host ? room : 0, t);
+        return room_word(is_host ? room : 0, t);
     }
 
     Moves<Warp>& moves_;

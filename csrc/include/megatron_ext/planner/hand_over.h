@@ -187,7 +187,7 @@ class HandOverInTurn {
 
 // A lane looks at a host. The work is that of one host after the other.
 template <class Warp>
-class HandOverAtOnce : DeviceWarp {
+class HandOverAtOnce : RankLanes {
     using Amount = typename Warp::Amount;
     static constexpr int kEach = Moves<Warp>::kRanks / kLanes;
     static constexpr int kReplicas = kEach * Moves<Warp>::kSlots;
@@ -415,20 +415,7 @@ class HandOverAtOnce : DeviceWarp {
         return true;
     }
 
-    static constexpr int kMostRank = (1 << kRankBits) - 1;
-    __device__ static int rank_of(int k) { return lane() + k * kLanes; }
     __device__ static int replica_of(int j) { return lane() + j * kLanes; }
-    __device__ static uint32_t higher(uint32_t a, uint32_t b) { return a > b ? a : b; }
-    // A number of replicas above an inverted rank, or 0 if there are none.
-    __device__ static uint32_t word_of(int32_t number, int rank) {
-        return number > 0 ? static_cast<uint32_t>(number) << kRankBits | (kMostRank - rank) : 0;
-    }
-    __device__ static int rank_in(uint32_t word) {
-        return kMostRank - static_cast<int>(word & kMostRank);
-    }
-    __device__ static int32_t number_in(uint32_t word) {
-        return static_cast<int32_t>(word >> kRankBits);
-    }
 
     Moves<Warp>& moves_;
     const DomainSizes<Amount> sizes_;

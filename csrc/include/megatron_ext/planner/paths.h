@@ -241,7 +241,7 @@ class FlatPaths {
 // What LanesPaths looks with, for one chain. Nothing else changes meanwhile, so a lane reads what
 // it knows of its ranks and replicas once.
 template <class Moves>
-class LanesSearch : DeviceWarp {
+class LanesSearch : RankLanes {
     using Amount = typename Moves::Amount;
     static constexpr int kEach = Moves::kRanks / kLanes;
     static constexpr int kSlots = Moves::kSlots;
@@ -307,7 +307,7 @@ class LanesSearch : DeviceWarp {
                                    !experts_[k].has(second_main);
             const uint32_t by_first = is_host & !has_first ? first : 0;
             const uint32_t giver = by_second ? second : by_first;
-            uint32_t best = offer(value_in(giver), steps + rank_in(giver));
+            uint32_t best = offer(number_in(giver), steps + rank_in(giver));
 #pragma unroll
             for (int s = 0; s < kSlots; ++s) {
                 const Amount forth = Moves::least(at.width[giver_[k][s]], forth_[k][s]);
@@ -347,33 +347,19 @@ class LanesSearch : DeviceWarp {
 #pragma unroll
         for (int k = 0; k < kEach; ++k) {
             const Amount carried = Moves::least(width_[k], room_[k]);
-            word = higher(word, carried > 0 ? word_of(carried, rank_of(k)) : 0);
+            word = higher(word, word_of(carried, rank_of(k)));
         }
         word = __reduce_max_sync(kAll, word);
-        return {word > 0 ? rank_in(word) : -1, value_in(word)};
+        return {word > 0 ? rank_in(word) : -1, number_in(word)};
     }
 
   private:
     static constexpr uint32_t kLastStep = (1u << kIndexBits) - 1;
-    static constexpr int kMostRank = (1 << kRankBits) - 1;
 
-    __device__ static int rank_of(int k) { return lane() + k * kLanes; }
-    __device__ static uint32_t higher(uint32_t a, uint32_t b) { return a > b ? a : b; }
     __device__ static uint32_t offer(Amount value, int step) {
         return static_cast<uint32_t>(value) << kIndexBits |
                (kLastStep - static_cast<uint32_t>(step));
     }
-    // A value above an inverted rank.
-    __device__ static uint32_t word_of(Amount value, int rank) {
-        return static_cast<uint32_t>(value) << kRankBits | (kMostRank - rank);
-    }
-    __device__ static int rank_in(uint32_t word) {
-        return kMostRank - static_cast<int>(word & kMostRank);
-    }
-    __device__ static Amount value_in(uint32_t word) {
-        return static_cast<Amount>(word >> kRankBits);
-    }
-
     const DomainSizes<Amount> sizes_;
     const Amount least_new_;
     // Of this lane's ranks.
