@@ -721,7 +721,8 @@ __device__ __noinline__ void order_experts(const QuotaProblem& problem,
 }
 
 // Whether no bound is above `threshold`, as far as that can be seen without ordering experts: from
-// the hottest main of each rank. By the whole block; false where sums may leave int64.
+// the hottest main of each rank, as is_bound_within of the host does. By the whole block; false
+// where sums may leave int64.
 __device__ __noinline__ bool are_bounds_within(const QuotaProblem& problem,
                                                const Sums& sums,
                                                int num_domains,

@@ -336,7 +336,7 @@ struct DeviceLanes : RankLanes {
 #pragma unroll  // all reads come before the first vote
             for (int k = 0; k < kAtOnce; ++k) {
                 const int i = first + k * kLanes;
-                is[k] = (i < count) & is_it(i < count ? i : 0);
+                is[k] = i < count && is_it(i);
             }
 #pragma unroll
             for (int k = 0; k < kAtOnce; ++k) {

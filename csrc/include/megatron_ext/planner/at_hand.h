@@ -1,4 +1,4 @@
-// What shedding asks again and again: which hosts there are, and what the rank that gives keeps.
+// What tries ask again and again: which hosts there are, and what the rank that gives keeps.
 // Two ways to have it at hand, with equal results:
 //   MemoryAtHand     looks it up in memory, each time
 //   RegistersAtHand  in registers: a lane has it of its own ranks, and of its own mains

@@ -76,7 +76,7 @@ class FlatGiven {
         const int slots = moves.domain().slots;
         return moves.warp().gather(moves.domain().ranks * slots, list, [&](int i) {
             const int t = moves.domain().rank_of(i);
-            return (i - t * slots < at.held[t]) & (at.giver[i] == home);
+            return i - t * slots < at.held[t] && at.giver[i] == home;
         });
     }
 };

@@ -130,31 +130,10 @@ class HandOverInTurn {
         const auto& at = moves_.at();
         const int slots = moves_.domain().slots;
         moves_.warp().once([&] {
-            // Reads come first: see `place_replica`.
-            const int expert = at.expert[replica];
-            const Amount amount = at.amount[replica];
-            const int main = moves_.main_for(via, moves_.domain().rank_of(replica));
-            const int grown = via * slots + slot_that_grows(sender, via, expert, amount);
-            const int returned = at.expert[grown];
-            const Amount of_grown = at.amount[grown] + amount;
-            const Amount of_main = at.kept[main] - amount;
-            const Amount of_expert = at.kept[expert] + amount;
-            const Amount of_returned = at.kept[returned] - amount;
-            const int32_t fewer = at.sends[sender] - 1;
-            const int32_t more = at.sends[via] + 1;
-            at.amount[grown] = of_grown;
-            at.kept[main] = of_main;
-            // What the host returns of the very expert goes back and forth.
-            if (returned != expert) {
-                at.kept[expert] = of_expert;
-                at.kept[returned] = of_returned;
-            }
-            at.expert[replica] = main;
-            at.giver[replica] = via;
-            moves_.given().remove(sender, replica);
-            moves_.given().add(via, replica);
-            at.sends[sender] = fewer;
-            at.sends[via] = more;
+            const int t = moves_.domain().rank_of(replica);
+            const int main = moves_.main_for(via, t);
+            const int grown = slot_that_grows(sender, via, at.expert[replica], at.amount[replica]);
+            moves_.hand_over(replica, via, main, via * slots + grown);
         });
         const int of_sender = moves_.find_hottest(sender);
         const int of_via = moves_.find_hottest(via);
@@ -376,27 +355,7 @@ class HandOverAtOnce : RankLanes {
             if (main < 0 || at.kept[main] < amount) return false;
         }
         const int grown = host * sizes_.slots + 31 - __clz(growing & (0u - growing));  // the first
-        const int returned = at.expert[grown];
-        // What the host returns of the very expert goes back and forth.
-        const Amount back = returned == expert ? 0 : amount;
-        const Amount of_grown = at.amount[grown] + amount;
-        const Amount of_main = at.kept[main] - amount;
-        const Amount of_expert = at.kept[expert] + back;
-        const Amount of_returned = at.kept[returned] - back;
-        const int32_t fewer = at.sends[sender] - 1;
-        const int32_t more = at.sends[host] + 1;
-        __syncwarp();
-        if (lane() == 0) {
-            at.amount[grown] = of_grown;
-            at.kept[main] = of_main;
-            at.kept[expert] = of_expert;
-            at.kept[returned] = of_returned;
-            at.expert[replica] = main;
-            at.giver[replica] = host;
-            at.sends[sender] = fewer;
-            at.sends[host] = more;
-        }
-        __syncwarp();
+        moves_.warp().once([&] { moves_.hand_over(replica, host, main, grown); });
         MEGATRON_EXT_ROLLED
         for (int i = 0; i < 2; ++i) {
             const int rank = i == 0 ? sender : host;

@@ -152,6 +152,34 @@ class Moves {
         at.amount[k] = at.amount[last];
     }
 
+    // By one lane: `via` takes over a replica of another sender. It gives as much of `main` there,
+    // and its own replica `grown` takes what that was of. Reads come first: see `place_replica`.
+    MEGATRON_EXT_HOST_DEVICE void hand_over(int replica, int via, int main, int grown) {
+        const auto& at = this->at();
+        const int sender = at.giver[replica];
+        const int expert = at.expert[replica];
+        const Amount amount = at.amount[replica];
+        const int returned = at.expert[grown];
+        // What the host returns of the very expert goes back and forth.
+        const Amount back = returned == expert ? 0 : amount;
+        const Amount of_grown = at.amount[grown] + amount;
+        const Amount of_main = at.kept[main] - amount;
+        const Amount of_expert = at.kept[expert] + back;
+        const Amount of_returned = at.kept[returned] - back;
+        const int32_t fewer = at.sends[sender] - 1;
+        const int32_t more = at.sends[via] + 1;
+        at.amount[grown] = of_grown;
+        at.kept[main] = of_main;
+        at.kept[expert] = of_expert;
+        at.kept[returned] = of_returned;
+        at.expert[replica] = main;
+        at.giver[replica] = via;
+        given_.remove(sender, replica);
+        given_.add(via, replica);
+        at.sends[sender] = fewer;
+        at.sends[via] = more;
+    }
+
     // By one lane: whether rank t is a host, or its room, may have changed.
     MEGATRON_EXT_HOST_DEVICE void update_host(int t) {
         const auto& at = this->at();
