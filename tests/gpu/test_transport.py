@@ -529,11 +529,19 @@ def _work_goes_on(rank: int) -> None:
         lambda: transport.push(plan, [[main]], slot_weights),
         lambda: transport.pull_add(plan, slot_grads, [[total]], [None]),
     )
-    for round_idx in range(3):  # the first loads kernels, and writes addresses
+
+    def work() -> torch.Tensor:
+        return (torch.ones(64, 64, device=device) @ main[:64]).sum()
+
+    # What the first product loads waits for all that runs, and the push would wait for the peer.
+    work()
+    torch.cuda.synchronize()
+    rounds = 3  # the first loads kernels, and writes addresses
+    for round_idx in range(rounds):
         for call in calls:
             if rank == 0:
                 under_way = call()
-                beside = (torch.ones(64, 64, device=device) @ main[:64]).sum()
+                beside = work()
                 done = torch.cuda.Event()
                 done.record()
                 while round_idx and not done.query():
@@ -546,7 +554,7 @@ def _work_goes_on(rank: int) -> None:
             transport.raise_failure()
             slot_grads[0].copy_(slot_weights[0])
     assert slot_weights[0].eq(2.0 - rank).all()
-    assert total.eq(1.0 + rank).all()
+    assert total.eq(rounds * (1.0 + rank)).all()
     assert rank == 1 or beside == 64 * 64
 
 

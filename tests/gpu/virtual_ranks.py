@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -208,26 +207,25 @@ def _pools() -> tuple[list[Any], list[Any]]:
 def _queues() -> dict[Hashable, int]:
     """Find out which streams share a queue, by what waits behind a kernel that takes long."""
     words = torch.zeros(1, device="cuda")
+    cycles = 20_000_000  # 10 ms and more
 
     def held_up(stream: Any, others: Sequence[Any]) -> list[Any]:
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(20_000_000)  # 10 ms and more
-            end = stream.record_event()
-        ends = {}
-        for other in others:
-            with torch.cuda.stream(other):
-                words.zero_()
-                ends[other] = other.record_event()
-        waiting = list(others)
-        while waiting and not end.query():
-            done = [other for other in waiting if ends[other].query()]
-            # Asked again: what ended with the kernel has waited for it.
-            if not end.query():
-                waiting = [other for other in waiting if other not in done]
-            time.sleep(0)
-        torch.cuda.synchronize()
-        return waiting
+        nonlocal cycles
+        while True:
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(cycles)
+                end = stream.record_event(torch.cuda.Event(enable_timing=True))
+            ends = {}
+            for other in others:
+                with torch.cuda.stream(other):
+                    words.zero_()
+                    ends[other] = other.record_event(torch.cuda.Event(enable_timing=True))
+            in_time = not end.query()
+            torch.cuda.synchronize()
+            if in_time:
+                return [other for other in others if end.elapsed_time(ends[other]) >= 0]
+            cycles *= 4  # The host was slower than the kernel, which has shown nothing.
 
     urgent, plain = _pools()
     held_up(plain[0], [*plain, *urgent])  # loads the kernels
