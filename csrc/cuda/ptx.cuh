@@ -15,6 +15,12 @@ __device__ inline uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// So many threads of a block wait for each other: whole warps, and always the same ones.
+template <int kThreads>
+__device__ inline void sync_some() {
+    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+
 // Make `barrier` ready for phases of so many `barrier_expect` or `barrier_arrive` each.
 __device__ inline void barrier_init(uint64_t* barrier, uint32_t arrivals = 1) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),

@@ -8,9 +8,9 @@
 //    domain reached, and this load is known only when all blocks are done.
 // 3. A kernel, because the plan is needed on the device without a host sync.
 // 4. Warps share only their verdicts; all choose alike between two barriers of the block. The tries
-//    that a round may ask for run side by side: all methods at the threshold asked for beside the
-//    first steps of UltraEP's binary search, then its next steps, then eight thresholds by two
-//    methods.
+//    that a round may ask for run side by side: all methods at the threshold asked for; beside
+//    them, by the warps without one, UltraEP's binary search, as far as it comes; then what is left
+//    of that, then eight thresholds by two methods.
 // 5. Deterministic: integers; which warp ran a try does not matter, and neither does a try that the
 //    host would have skipped, because work is accounted for in the host's order.
 // 6. The slowest try decides the time: dependent reductions over the ranks, which are one
@@ -23,6 +23,7 @@
 #include "megatron_ext/cuda_api.h"
 #include "megatron_ext/planner/attempt.h"
 #include "megatron_ext/planner/search.h"
+#include "ptx.cuh"
 
 namespace megatron_ext {
 namespace {
@@ -32,11 +33,14 @@ constexpr int kThreads = kWarps * DeviceWarp::kLanes;
 static_assert(2 * ThresholdSearch::kProbes == kWarps, "a round is two tries for each probe");
 constexpr int kSteps = 4;        // of a binary search in one round: 15 tries
 constexpr int kStepsBeside = 3;  // of those beside the methods: 7 tries
-static_assert(kMethods + (1 << kStepsBeside) <= kWarps, "methods and steps in one round");
+constexpr int kWarpsBeside = kWarps - kMethods;
+constexpr int kThreadsBeside = kWarpsBeside * DeviceWarp::kLanes;
+static_assert(kThreads % kThreadsBeside == 0, "the number of a thread among them");
+static_assert(1 << kStepsBeside <= kWarpsBeside, "there is one try less than that");
 
 // What a block sums up of all domains before it plans. Where there is one domain, it lies in shared
-// memory, where tries will: to read from global memory what the block has just written there took
-// half of the bounds' time.
+// memory: to read from global memory what the block has just written there took half of the bounds'
+// time.
 struct Sums {
     int64_t* expert_load;    // [E]
     int64_t* home_load;      // [R]
@@ -44,28 +48,27 @@ struct Sums {
     int32_t* hottest_first;  // [E], counted within the domain
     int32_t* busier;         // [E], see DomainBound
     int32_t* place;          // [R] of a rank in busiest_first
-    int64_t* hottest;        // [R] loads of ranks' hottest mains, in the order busiest_first
-    int64_t* hottest_sum;    // [R] of these, each with those before it
-    int64_t* excess;         // [R] above a threshold, in the same order
+    int32_t* hottest;        // [R] load of a rank's hottest main, if that fits
+    int32_t* hottest_sum;    // [R] of these, in the order busiest_first, with those before it
 
-    __host__ __device__ int64_t lay_out(char* memory, const QuotaProblem& problem) {
-        const int64_t ranks = problem.num_ranks;
-        const int64_t experts = problem.num_experts;
+    __host__ __device__ static constexpr int64_t bytes(int64_t ranks, int64_t experts) {
+        return (8 * (experts + ranks) + 4 * (4 * ranks + 2 * experts) + 15) / 16 * 16;
+    }
+
+    __device__ void lay_out(char* memory, int64_t ranks, int64_t experts) {
         expert_load = reinterpret_cast<int64_t*>(memory);
         home_load = expert_load + experts;
-        hottest = home_load + ranks;
-        hottest_sum = hottest + ranks;
-        excess = hottest_sum + ranks;
-        busiest_first = reinterpret_cast<int32_t*>(excess + ranks);
+        busiest_first = reinterpret_cast<int32_t*>(home_load + ranks);
         hottest_first = busiest_first + ranks;
         busier = hottest_first + experts;
         place = busier + experts;
-        return (8 * (experts + 4 * ranks) + 8 * (ranks + experts) + 15) / 16 * 16;
+        hottest = place + ranks;
+        hottest_sum = hottest + ranks;
     }
 };
 
 __host__ __device__ int64_t sums_bytes(const QuotaProblem& problem) {
-    return Sums{}.lay_out(nullptr, problem);
+    return Sums::bytes(problem.num_ranks, problem.num_experts);
 }
 
 // A block's part of the workspace: what it reached, its sums, and tries in global memory.
@@ -97,16 +100,17 @@ __device__ Domain<int64_t> domain_of(const QuotaProblem& problem,
 
 extern __shared__ float4 dynamic_memory[];
 
-// Call `found(index, sum)` for each index. Neighboring lanes sum a part each. By the whole block.
+// Call `found(index, sum)` for each index. Neighboring lanes sum a part each. By the first kBy
+// threads of the block.
 //   sum_part(i, part, parts)  what a part has for an index
-template <class SumPart, class Found>
+template <int kBy, class SumPart, class Found>
 __device__ void for_each_sum(int count, SumPart sum_part, Found found) {
     int shift = 5;  // 2^shift parts, at most as many as lanes
-    while (shift > 0 && count << shift > kThreads) --shift;
+    while (shift > 0 && count << shift > kBy) --shift;
     const int parts = 1 << shift;
     const int part = static_cast<int>(threadIdx.x) & (parts - 1);
     MEGATRON_EXT_ROLLED
-    for (int first = 0; first < count; first += kThreads >> shift) {
+    for (int first = 0; first < count; first += kBy >> shift) {
         const int i = first + static_cast<int>(threadIdx.x >> shift);
         auto sum = i < count ? sum_part(i, part, parts) : 0;
         MEGATRON_EXT_ROLLED
@@ -121,44 +125,46 @@ __device__ void for_each_sum(int count, SumPart sum_part, Found found) {
 // words the higher one comes first.
 __device__ bool fits_words(int64_t value) { return value < int64_t{1} << (32 - kIndexBits); }
 constexpr int kMostWords = 1 << kIndexBits;
+constexpr int kEachWords = 4 * DeviceWarp::kLanes;  // There are as many words for each part.
 
-// Order indices by falling value. By the whole block, before it tries: words lie where tries will.
-template <class Found>
-__device__ void sort_falling(const int64_t* value, int count, bool in_words, Found found) {
-    if (!in_words) {
-        const auto count_before = [&](int i, int part, int parts) {
-            const int64_t own = value[i];
-            int before = 0;
-#pragma unroll 8  // reads in flight at once
-            for (int j = part; j < count; j += parts) before += comes_first(value[j], j, own, i);
-            return before;
-        };
-        for_each_sum(count, count_before, found);
-        return;
-    }
-    auto* const words = reinterpret_cast<uint32_t*>(dynamic_memory);
-    constexpr int kEach = 4 * DeviceWarp::kLanes;  // so that each part is as long
-    const int padded = (count + kEach - 1) / kEach * kEach;
-    MEGATRON_EXT_ROLLED
-    for (int i = static_cast<int>(threadIdx.x); i < padded; i += kThreads) {
-        // What is behind the last comes before none.
-        words[i] =
-            i < count ? static_cast<uint32_t>(value[i]) << kIndexBits | (kMostWords - 1 - i) : 0;
-    }
-    __syncthreads();
+__host__ __device__ constexpr int padded(int count) {
+    return (count + kEachWords - 1) / kEachWords * kEachWords;
+}
+
+// What is behind the last value comes before none.
+__device__ uint32_t word_of(int64_t value, int i, int count) {
+    return i < count ? static_cast<uint32_t>(value) << kIndexBits | (kMostWords - 1 - i) : 0;
+}
+
+// The place of each index by falling value: found(index, place). By the first kBy threads.
+//   words  [padded(count)]
+template <int kBy, class Found>
+__device__ void order_words(const uint32_t* words, int count, Found found) {
     const auto count_before = [&](int i, int part, int parts) {
         const uint32_t own = words[i];
         int before = 0;
 #pragma unroll 4
-        for (int j = part; j < padded / 4; j += parts) {
+        for (int j = part; j < padded(count) / 4; j += parts) {
             const FourWords four = reinterpret_cast<const FourWords*>(words)[j];
 #pragma unroll
             for (int k = 0; k < 4; ++k) before += four.each[k] > own;
         }
         return before;
     };
-    for_each_sum(count, count_before, found);
-    __syncthreads();  // The words may be overwritten.
+    for_each_sum<kBy>(count, count_before, found);
+}
+
+// The same of any values.
+template <int kBy, class Found>
+__device__ void order_values(const int64_t* value, int count, Found found) {
+    const auto count_before = [&](int i, int part, int parts) {
+        const int64_t own = value[i];
+        int before = 0;
+#pragma unroll 8  // reads in flight at once
+        for (int j = part; j < count; j += parts) before += comes_first(value[j], j, own, i);
+        return before;
+    };
+    for_each_sum<kBy>(count, count_before, found);
 }
 
 // The loads of a domain, and its ranks in order if there is a place for them. By the whole block.
@@ -179,12 +185,36 @@ __device__ void copy_loads(const Domain<int64_t>& domain,
     }
 }
 
+template <class Amount>
+__device__ DomainSizes<Amount> sizes_of(const Domain<int64_t>& domain) {
+    return {domain.ranks,
+            domain.mains,
+            domain.slots,
+            domain.per_slot,
+            static_cast<Amount>(domain.min_quota),
+            domain.even};
+}
+
 // A warp sets a flag, at any time, that others see later. All lanes see the same.
 __device__ void set_flag(unsigned& flag) { atomicExch(&flag, 1u); }
 __device__ bool is_set(unsigned& flag) {
     const bool set = DeviceWarp::lane() == 0 && atomicAdd(&flag, 0u) != 0;
     return __ballot_sync(DeviceWarp::kAll, set) != 0;
 }
+
+// What warps tell each other while they try.
+struct Flags {
+    unsigned is_stopped;   // nobody needs the tries that may stop
+    unsigned num_methods;  // that have been tried
+};
+
+// What the tries of a block came to.
+struct Results {
+    Verdict of_warp[kWarps];
+    PublishedSearch beside;  // what was searched beside the methods
+    bool found_beside;       // a plan, which is kept
+    bool goes_on_beside;
+};
 
 // Whose plan a block keeps: not a warp's.
 constexpr int kBest = kWarps;
@@ -203,7 +233,9 @@ struct SharedMemory {
     __host__ __device__ static int try_bytes() {
         return TryMemory<Amount>::bytes(kMostRanks, kMostExperts, kMostSlots);
     }
-    __host__ static int bytes() { return kTries + (kWarps + 1) * try_bytes(); }
+    __host__ __device__ static int bytes() {
+        return kTries + kWarps * try_bytes() + bytes_of_last() + kMostWords * 4;
+    }
     __host__ static bool fits(const QuotaProblem& problem, int64_t most_bytes) {
         const int64_t ranks = problem.nvlink_domain;
         return ranks <= kMostRanks && ranks * mains_of(problem) <= kMostExperts &&
@@ -211,16 +243,18 @@ struct SharedMemory {
     }
 
     // By the whole block, which waits before it tries.
-    __device__ void copy(const DomainSizes<Amount>& sizes, const Domain<int64_t>& domain) const {
-        if (threadIdx.x == 0) placed() = {sizes, /*is_stopped=*/0};
+    __device__ void copy(const Domain<int64_t>& domain) const {
+        if (threadIdx.x == 0) placed() = {sizes_of<Amount>(domain), Flags{}};
         copy_loads(domain, loads(), loads() + kMostExperts, order());
-        __syncthreads();  // The sums may be overwritten.
-        // Of ranks and replicas that there are not, lanes read what they ignore: it has to be an
-        // index.
-        auto* const own = reinterpret_cast<float4*>(memory(DeviceWarp::warp()));
+    }
+
+    // Of ranks and replicas that there are not, lanes read what they ignore: it has to be an index.
+    // By the whole block, which waits before it tries.
+    __device__ void clear() const {
+        auto* const tries = reinterpret_cast<float4*>(memory(0));
         MEGATRON_EXT_ROLLED
-        for (int i = DeviceWarp::lane(); i < try_bytes() / 16; i += DeviceWarp::kLanes) {
-            own[i] = float4{};
+        for (int i = static_cast<int>(threadIdx.x); i < kWarps * try_bytes() / 16; i += kThreads) {
+            tries[i] = float4{};
         }
     }
 
@@ -234,23 +268,30 @@ struct SharedMemory {
     }
     __device__ TryMemory<Amount> arrays() const { return of(DeviceWarp::warp()); }
 
-    __device__ void stop() const { set_flag(placed().is_stopped); }
-    __device__ bool is_stopped() const { return is_set(placed().is_stopped); }
+    __device__ Flags& flags() const { return placed().flags; }
+    __device__ bool is_stopped() const { return is_set(flags().is_stopped); }
 
-    // For a block's sums, until loads are copied. Behind the words that are sorted.
-    __device__ static char* place_of_sums() {
-        return memory() + kTries + kMostWords * sizeof(uint32_t);
+    // For a block's sums, until the first plan is kept: that lies there, too.
+    __device__ static char* place_of_sums() { return memory(kBest); }
+    // For what is put in order: [kMostWords].
+    __device__ static uint32_t* words() {
+        return reinterpret_cast<uint32_t*>(memory(kBest) + bytes_of_last());
     }
 
   private:
     struct Placed {
         DomainSizes<Amount> sizes;
-        unsigned is_stopped;
+        Flags flags;
     };
     static constexpr int kLoads = 32;  // behind what is placed first
     static constexpr int kOrder = kLoads + sizeof(Amount) * (kMostExperts + kMostRanks);
     static constexpr int kTries = kOrder + sizeof(int32_t) * kMostRanks;
     static_assert(sizeof(Placed) <= kLoads && kTries % 16 == 0, "where arrays may begin");
+
+    __host__ __device__ static int bytes_of_last() {
+        constexpr auto kSums = static_cast<int>(Sums::bytes(kMostRanks, kMostExperts));
+        return kSums > try_bytes() ? kSums : try_bytes();
+    }
 
     __device__ static Placed& placed() { return *reinterpret_cast<Placed*>(dynamic_memory); }
     __device__ static char* memory() { return reinterpret_cast<char*>(dynamic_memory); }
@@ -266,7 +307,8 @@ struct GlobalMemory {
     static constexpr int kRanks = 0;
     char* start;
 
-    __device__ void copy(const DomainSizes<Amount>& sizes, const Domain<int64_t>& domain) const {
+    // By the whole block, which waits before it tries.
+    __device__ void copy(const Domain<int64_t>& domain) const {
         auto* const expert_load = reinterpret_cast<Amount*>(start);
         auto* const home_load = expert_load + domain.experts();
         copy_loads(domain, expert_load, home_load, nullptr);
@@ -280,8 +322,9 @@ struct GlobalMemory {
                                            domain.slots);
         }
         if (thread == 0) {
-            placed().is_stopped = 0;
-            placed().domain = {sizes, expert_load, home_load, domain.busiest_first};
+            placed().flags = {};
+            placed().domain = {
+                sizes_of<Amount>(domain), expert_load, home_load, domain.busiest_first};
         }
         __syncthreads();
         const auto& own = arrays();
@@ -295,11 +338,11 @@ struct GlobalMemory {
     __device__ const TryMemory<Amount>& of(int warp) const { return placed().tries[warp]; }
     __device__ const TryMemory<Amount>& arrays() const { return of(DeviceWarp::warp()); }
 
-    __device__ void stop() const { set_flag(placed().is_stopped); }
-    __device__ bool is_stopped() const { return is_set(placed().is_stopped); }
+    __device__ Flags& flags() const { return placed().flags; }
+    __device__ bool is_stopped() const { return is_set(flags().is_stopped); }
 
     struct Placed {
-        unsigned is_stopped;
+        Flags flags;
         Domain<Amount> domain;
         TryMemory<Amount> tries[kWarps + 1];
     };
@@ -336,27 +379,16 @@ struct PlannerWarp : DeviceLanes<typename TheMemory::Amount> {
         std::conditional_t<TheMemory::kRanks == 0, HandOverInTurn<Warp>, HandOverAtOnce<Warp>>;
 };
 
-// Warp::Memory: where the tries lie. verdicts: [kWarps], which the warps of a block share.
+// Warp::Memory: where the tries lie. results: in shared memory.
 template <class Warp>
 class BlockPlanner {
     using Amount = typename Warp::Amount;
 
   public:
-    __device__ BlockPlanner(Verdict* verdicts,
-                            const QuotaProblem& problem,
-                            int64_t tolerance_ppm,
-                            const Domain<int64_t>& domain,
-                            typename Warp::Memory memory)
-        : verdicts_(verdicts), tolerance_ppm_(tolerance_ppm), memory_(memory) {
-        memory.copy({domain.ranks,
-                     domain.mains,
-                     domain.slots,
-                     domain.per_slot,
-                     static_cast<Amount>(problem.min_quota),
-                     domain.even},
-                    domain);
-        __syncthreads();
-    }
+    static constexpr int64_t kNoSearch = -1;
+
+    __device__ BlockPlanner(Results& results, int64_t tolerance_ppm, typename Warp::Memory memory)
+        : results_(results), tolerance_ppm_(tolerance_ppm), memory_(memory) {}
 
     // Returns whether there is a plan better than no balancing.
     __device__ __noinline__ bool search(int64_t target, int64_t start, int64_t* reached) {
@@ -364,33 +396,19 @@ class BlockPlanner {
         *reached = domain.before();
         if (*reached <= start || domain.slots == 0) return false;
         WorkLeft left{work_budget(domain.ranks, domain.mains)};
-        PublishedSearch published(target, *reached);
-        if (reach(start, left, &published)) {
+        if (reach(start, left, target)) {
             *reached = start;
             return true;
         }
-        bool found = false;
-        int steps = kStepsBeside;  // that have run
+        PublishedSearch published = results_.beside;
+        bool found = results_.found_beside;
         MEGATRON_EXT_ROLLED
         while (!published.done()) {
-            if (steps == 0) {
-                steps = kSteps;
-                run_next_steps(published, start, steps);
-                __syncthreads();
-            }
-            // As the verdicts tell, step by step.
-            int node = 0;
-            int chosen = -1;
-            MEGATRON_EXT_ROLLED
-            for (int step = 0; step < steps && !published.done(); ++step) {
-                const bool is_reached = verdicts_[warp_of_node(node)].reached;
-                if (is_reached) chosen = warp_of_node(node);
-                published.narrow(is_reached);
-                node = 2 * node + (is_reached ? 1 : 2);
-            }
+            run_next_steps(published, start, kSteps);
+            __syncthreads();
+            const int chosen = follow(published, kSteps);
             keep(chosen);
             found = found || chosen >= 0;
-            steps = 0;
         }
         ThresholdSearch search(start, published.reached(), tolerance_ppm_);
         MEGATRON_EXT_ROLLED
@@ -404,7 +422,7 @@ class BlockPlanner {
             int chosen = -1;
             found |= search.try_round(
                 left,
-                [&](int p, Method m) { return verdicts_[warp_of_probe(p, m)]; },
+                [&](int p, Method m) { return results_.of_warp[warp_of_probe(p, m)]; },
                 [&](int p, Method m) { chosen = warp_of_probe(p, m); });
             keep(chosen);
         }
@@ -415,10 +433,8 @@ class BlockPlanner {
     // Whether a plan for just this threshold was found. The exact fill comes first by itself, as it
     // mostly decides, and is quicker than the others. Refilling stops when best fit has made it
     // there. To be called once.
-    //   beside  the first steps of this search run beside the methods; may be null
-    __device__ __noinline__ bool reach(int64_t threshold,
-                                       WorkLeft& left,
-                                       const PublishedSearch* beside) {
+    //   target  of UltraEP's search, which goes on meanwhile; or kNoSearch
+    __device__ __noinline__ bool reach(int64_t threshold, WorkLeft& left, int64_t target) {
         const auto method = static_cast<Method>(warp_idx());
         const auto& domain = memory_.domain();
         const auto run_here = [&] {
@@ -436,10 +452,14 @@ class BlockPlanner {
         }
         if (!decided) {
             if (warp_idx() >= kMethods) {
-                if (beside != nullptr) run_next_steps(*beside, threshold, kStepsBeside);
+                if (target != kNoSearch) search_beside(target, threshold);
             } else if (method != Method::kFill) {
                 const Verdict verdict = run_here();
-                if (method == Method::kBestFit && then.pays_for(verdict)) memory_.stop();
+                Flags& flags = memory_.flags();
+                if (method == Method::kBestFit && then.pays_for(verdict)) {
+                    set_flag(flags.is_stopped);
+                }
+                if (DeviceWarp::lane() == 0) atomicAdd(&flags.num_methods, 1u);
             }
             __syncthreads();
         }
@@ -458,7 +478,7 @@ class BlockPlanner {
     __device__ static int warp_idx() { return DeviceWarp::warp(); }
 
     __device__ Verdict verdict_of(Method method) const {
-        return verdicts_[static_cast<int>(method)];
+        return results_.of_warp[static_cast<int>(method)];
     }
 
     __device__ static Method method_of_probe(int warp) {
@@ -485,9 +505,48 @@ class BlockPlanner {
         }
         const int64_t threshold = published.threshold();
         if (published.done() || threshold < start) {
-            if (DeviceWarp::lane() == 0) verdicts_[warp_idx()] = Verdict{};
+            if (DeviceWarp::lane() == 0) results_.of_warp[warp_idx()] = Verdict{};
         } else {
             run(threshold, Method::kRoomiest, INT32_MAX, 0);
+        }
+    }
+
+    // Go these steps as the verdicts tell. Returns the warp whose plan is the best so far, or -1.
+    __device__ int follow(PublishedSearch& published, int steps) const {
+        int node = 0;
+        int chosen = -1;
+        MEGATRON_EXT_ROLLED
+        for (int step = 0; step < steps && !published.done(); ++step) {
+            const bool is_reached = results_.of_warp[warp_of_node(node)].reached;
+            if (is_reached) chosen = warp_of_node(node);
+            published.narrow(is_reached);
+            node = 2 * node + (is_reached ? 1 : 2);
+        }
+        return chosen;
+    }
+
+    // UltraEP's search, as far as it comes while methods are tried. By the warps without one.
+    __device__ void search_beside(int64_t target, int64_t start) {
+        PublishedSearch published(target, memory_.domain().before());
+        bool found = false;
+        bool goes_on = true;
+        MEGATRON_EXT_ROLLED
+        while (goes_on) {
+            run_next_steps(published, start, kStepsBeside);
+            sync_some<kThreadsBeside>();
+            const int chosen = follow(published, kStepsBeside);
+            if (chosen >= 0) copy_plan(chosen, thread() % kThreadsBeside, kThreadsBeside);
+            found = found || chosen >= 0;
+            if (thread() == kThreads - 1) {
+                Flags& flags = memory_.flags();
+                const bool is_needed = atomicAdd(&flags.is_stopped, 0u) == 0 &&
+                                       atomicAdd(&flags.num_methods, 0u) < kMethods - 1;
+                results_.beside = published;
+                results_.found_beside = found;
+                results_.goes_on_beside = is_needed && !published.done();
+            }
+            sync_some<kThreadsBeside>();
+            goes_on = results_.goes_on_beside;
         }
     }
 
@@ -500,7 +559,7 @@ class BlockPlanner {
         const bool may_stop = method == Method::kRefill || warp_idx() >= kMethods;
         Attempt<Warp> attempt(memory_, work_limit, may_stop);
         const Verdict verdict = attempt.run(static_cast<Amount>(threshold), method, restarts);
-        if (DeviceWarp::lane() == 0) verdicts_[warp_idx()] = verdict;
+        if (DeviceWarp::lane() == 0) results_.of_warp[warp_idx()] = verdict;
         return verdict;
     }
 
@@ -509,93 +568,119 @@ class BlockPlanner {
     __device__ __noinline__ void keep(int warp) {
         __syncthreads();
         if (warp < 0) return;
+        copy_plan(warp, thread(), kThreads);
+        __syncthreads();
+    }
+
+    // By `threads` threads, of which this is the `first`th.
+    __device__ void copy_plan(int warp, int first, int threads) const {
         const auto& plan = memory_.of(warp);
         const auto& best = memory_.of(kBest);
         const auto& domain = memory_.domain();
         MEGATRON_EXT_ROLLED
-        for (int i = thread(); i < domain.ranks * domain.slots; i += kThreads) {
+        for (int i = first; i < domain.ranks * domain.slots; i += threads) {
             best.expert[i] = plan.expert[i];
             best.amount[i] = plan.amount[i];
         }
         MEGATRON_EXT_ROLLED
-        for (int r = thread(); r < domain.ranks; r += kThreads) best.held[r] = plan.held[r];
-        __syncthreads();
+        for (int r = first; r < domain.ranks; r += threads) best.held[r] = plan.held[r];
     }
 
-    Verdict* const verdicts_;
+    Results& results_;
     const int64_t tolerance_ppm_;
     const typename Warp::Memory memory_;
 };
 
-// Write the domain's best plan; if none was found, that of no balancing.
-template <class Memory>
-__device__ __noinline__ void write_plan(
-    Memory tries, bool found, int ranks, int64_t* quota, int32_t* slots) {
-    const int thread = static_cast<int>(threadIdx.x);
-    const auto& domain = tries.domain();
-    const int first_rank = static_cast<int>(blockIdx.x) * domain.ranks;
-    const int first_expert = first_rank * domain.mains;
-    int64_t* rows = quota + static_cast<int64_t>(first_expert) * ranks;
-    const int64_t places = static_cast<int64_t>(domain.experts()) * ranks;
+// What a block plans, and where to.
+struct Job {
+    Domain<int64_t> domain;
+    int64_t tolerance_ppm;
+    int ranks;         // of all domains
+    int first_rank;    // of the domain
+    int64_t* reached;  // the domain's busiest load
+    int64_t* quota;    // [E, R]
+    int32_t* slots;    // [R, S]
+};
+
+// Write zeros where a domain's plan goes, and that no slot is in use. By so many threads of the
+// block, of which this is the `thread`th.
+__device__ void write_zeros(const Job& job, int thread, int threads) {
+    const auto& domain = job.domain;
+    int64_t* const rows =
+        job.quota + static_cast<int64_t>(job.first_rank) * domain.mains * job.ranks;
+    const int64_t places = static_cast<int64_t>(domain.experts()) * job.ranks;
 #pragma unroll 8
-    for (int64_t i = thread; i < places; i += kThreads) rows[i] = 0;
+    for (int64_t i = thread; i < places; i += threads) rows[i] = 0;
     MEGATRON_EXT_ROLLED
-    for (int i = thread; i < domain.ranks * domain.slots; i += kThreads) {
-        slots[first_rank * domain.slots + i] = -1;
-    }
-    __syncthreads();
-    MEGATRON_EXT_ROLLED
-    for (int e = thread; e < domain.experts(); e += kThreads) {
-        rows[static_cast<int64_t>(e) * ranks + first_rank + e / domain.mains] =
-            domain.expert_load[e];
-    }
-    __syncthreads();
-    if (!found) return;
-    const auto& best = tries.of(kBest);
-    MEGATRON_EXT_ROLLED
-    for (int r = thread; r < domain.ranks; r += kThreads) {
-        MEGATRON_EXT_ROLLED
-        for (int k = 0; k < best.held[r]; ++k) {
-            const int replica = r * domain.slots + k;
-            const int expert = best.expert[replica];
-            const int64_t amount{best.amount[replica]};
-            int64_t* row = rows + static_cast<int64_t>(expert) * ranks + first_rank;
-            // Replicas of one main are on several ranks. Subtracts: unsigned arithmetic wraps.
-            atomicAdd(reinterpret_cast<unsigned long long*>(row + expert / domain.mains),
-                      static_cast<unsigned long long>(-amount));
-            row[r] = amount;
-            slots[first_rank * domain.slots + replica] = first_expert + expert;
-        }
+    for (int i = thread; i < domain.ranks * domain.slots; i += threads) {
+        job.slots[job.first_rank * domain.slots + i] = -1;
     }
 }
 
-// Plan the domain, or plan it once more for `worst` alone, and write its plan.
-template <class Memory>
-__device__ void plan_domain(const QuotaProblem& problem,
-                            int64_t tolerance_ppm,
-                            const Domain<int64_t>& domain,
-                            int64_t* reached_here,
-                            Memory tries,
-                            int64_t target,
-                            int64_t start,
-                            int64_t worst,
-                            int64_t* quota,
-                            int32_t* slots) {
-    __shared__ Verdict verdicts[kWarps];
-    const int thread = static_cast<int>(threadIdx.x);
-    BlockPlanner<PlannerWarp<Memory>> planner(verdicts, problem, tolerance_ppm, domain, tries);
-    bool found = false;
-    if (worst == 0) {
-        int64_t reached;
-        found = planner.search(target, start, &reached);
-        // Of the first launch only: blocks of the second read it, at any time.
-        if (thread == 0) *reached_here = reached;
-    } else if (domain.before() > worst) {
-        WorkLeft left{work_budget(domain.ranks, domain.mains)};
-        found = planner.reach(worst, left, nullptr);
-        if (!found) return;
+// Behind the zeros, write the plan of no balancing.
+__device__ void write_mains(const Job& job, int thread, int threads) {
+    const auto& domain = job.domain;
+    MEGATRON_EXT_ROLLED
+    for (int e = thread; e < domain.experts(); e += threads) {
+        const int home = job.first_rank + e / domain.mains;
+        const int64_t expert = static_cast<int64_t>(job.first_rank) * domain.mains + e;
+        job.quota[expert * job.ranks + home] = domain.expert_load[e];
     }
-    write_plan(tries, found, static_cast<int>(problem.num_ranks), quota, slots);
+}
+
+// Write the replicas of the domain's best plan into that of no balancing. By the whole block.
+template <class Memory>
+__device__ void write_replicas(Memory tries, const Job& job) {
+    const auto& domain = tries.domain();
+    const auto& best = tries.of(kBest);
+    const int first_expert = job.first_rank * domain.mains;
+    MEGATRON_EXT_ROLLED
+    for (int i = static_cast<int>(threadIdx.x); i < domain.ranks * domain.slots; i += kThreads) {
+        const int r = domain.rank_of(i);
+        if (i - r * domain.slots >= best.held[r]) continue;
+        const int expert = first_expert + best.expert[i];
+        const int64_t amount{best.amount[i]};
+        int64_t* const row = job.quota + static_cast<int64_t>(expert) * job.ranks;
+        // Replicas of one main are on several ranks. Subtracts: unsigned arithmetic wraps.
+        atomicAdd(reinterpret_cast<unsigned long long*>(row + expert / domain.mains),
+                  static_cast<unsigned long long>(-amount));
+        row[job.first_rank + r] = amount;
+        job.slots[job.first_rank * domain.slots + i] = expert;
+    }
+}
+
+// Plan the domain, or plan it once more for `worst` alone, and write its plan. What is written is
+// the plan of no balancing, or that of the first time. A function: else its callees would leave the
+// kernel no registers.
+template <class Memory>
+__device__ __noinline__ void plan_domain(
+    const Job& job, Memory tries, int64_t target, int64_t start, int64_t worst) {
+    __shared__ Results results;
+    const auto thread = static_cast<int>(threadIdx.x);
+    BlockPlanner<PlannerWarp<Memory>> planner(results, job.tolerance_ppm, tries);
+    if (worst == 0) {
+        if (thread >= kThreads - kThreadsBeside) {  // The methods begin meanwhile.
+            write_zeros(job, thread % kThreadsBeside, kThreadsBeside);
+            sync_some<kThreadsBeside>();
+            write_mains(job, thread % kThreadsBeside, kThreadsBeside);
+        }
+        int64_t reached;
+        const bool found = planner.search(target, start, &reached);
+        // Of the first launch only: blocks of the second read it, at any time.
+        if (thread == 0) *job.reached = reached;
+        if (!found) return;
+    } else {
+        const auto& domain = job.domain;
+        const bool is_above = domain.before() > worst;
+        WorkLeft left{work_budget(domain.ranks, domain.mains)};
+        if (is_above && !planner.reach(worst, left, planner.kNoSearch)) return;
+        write_zeros(job, thread, kThreads);
+        __syncthreads();
+        write_mains(job, thread, kThreads);
+        if (!is_above) return;
+        __syncthreads();
+    }
+    write_replicas(tries, job);
 }
 
 // The bounds of all domains that fall to a warp, or `least` if that is more.
@@ -663,119 +748,150 @@ __global__ __launch_bounds__(kSumThreads) void sum_columns_kernel(QuotaProblem p
     Sums sums;
     sums.lay_out(
         workspace + blockIdx.y * num_domains(problem) * block_bytes(problem) + kReachedBytes,
-        problem);
+        ranks,
+        problem.num_experts);
     sums.expert_load[e] = sum;
 }
 
-// The ranks' sums and their order, from the experts' sums. Of all domains: where the search starts
-// depends on the worst of them. By the whole block.
-//   has_room  whether kMostWords fit into the shared memory
-// Returns whether values are ordered in words.
-__device__ __noinline__ bool sum_ranks(const QuotaProblem& problem,
-                                       const Sums& sums,
-                                       int num_domains,
-                                       bool has_room) {
-    __shared__ bool in_words;
+// The ranks' sums, from the experts' sums. Of all domains: where the search starts depends on the
+// worst of them. By the whole block.
+//   words     [padded(R)] out, of the ranks' loads; or null
+//   in_words  becomes false if a load does not fit a word
+__device__ void sum_ranks(const QuotaProblem& problem,
+                          const Sums& sums,
+                          uint32_t* words,
+                          bool& in_words) {
     const int mains = mains_of(problem);
-    const auto ranks = static_cast<int>(problem.nvlink_domain);
-    if (threadIdx.x == 0) in_words = has_room && ranks * mains <= kMostWords;
-    __syncthreads();
+    const auto ranks = static_cast<int>(problem.num_ranks);
     MEGATRON_EXT_ROLLED
-    for (int64_t r = threadIdx.x; r < problem.num_ranks; r += kThreads) {
+    for (int r = static_cast<int>(threadIdx.x); r < padded(ranks); r += kThreads) {
         int64_t sum = 0;
-        MEGATRON_EXT_ROLLED
-        for (int m = 0; m < mains; ++m) sum += sums.expert_load[r * mains + m];
-        sums.home_load[r] = sum;
-        if (!fits_words(sum)) in_words = false;
+        int64_t most = 0;
+        if (r < ranks) {
+#pragma unroll 4  // reads in flight at once
+            for (int m = 0; m < mains; ++m) {
+                const int64_t load = sums.expert_load[r * mains + m];
+                sum += load;
+                most = larger(most, load);
+            }
+            sums.home_load[r] = sum;
+            sums.hottest[r] = static_cast<int32_t>(most);
+            if (!fits_words(sum)) in_words = false;
+        }
+        if (words != nullptr) words[r] = word_of(sum, r, ranks);
     }
-    __syncthreads();
-    MEGATRON_EXT_ROLLED
-    for (int d = 0; d < num_domains; ++d) {
-        const int first = d * ranks;
-        sort_falling(sums.home_load + first, ranks, in_words, [&](int r, int place) {
-            sums.busiest_first[first + place] = r;
-            sums.place[first + r] = place;
-        });
-    }
-    __syncthreads();
-    return in_words;
 }
 
-// The experts' order. By the whole block.
+// Order the ranks of each domain. By the first half of the block.
+__device__ void order_ranks(const QuotaProblem& problem, const Sums& sums, const uint32_t* words) {
+    constexpr int kBy = kThreads / 2;
+    const auto ranks = static_cast<int>(problem.nvlink_domain);
+    const auto found_of = [&](int first) {
+        return [&sums, first](int r, int place) {
+            sums.busiest_first[first + place] = r;
+            sums.place[first + r] = place;
+        };
+    };
+    if (words != nullptr) {
+        order_words<kBy>(words, ranks, found_of(0));
+        return;
+    }
+    const auto all_ranks = static_cast<int>(problem.num_ranks);
+    MEGATRON_EXT_ROLLED
+    for (int first = 0; first < all_ranks; first += ranks) {
+        order_values<kBy>(sums.home_load + first, ranks, found_of(first));
+    }
+}
+
+// Order the experts of each domain. By the whole block.
+//   words  [padded(D * M)], or null where loads do not fit words
 __device__ __noinline__ void order_experts(const QuotaProblem& problem,
                                            const Sums& sums,
                                            int num_domains,
-                                           bool in_words) {
+                                           uint32_t* words) {
     const int mains = mains_of(problem);
     const auto ranks = static_cast<int>(problem.nvlink_domain);
     const int experts = ranks * mains;
     MEGATRON_EXT_ROLLED
     for (int d = 0; d < num_domains; ++d) {
         const int first = d * experts;
-        sort_falling(sums.expert_load + first, experts, in_words, [&](int e, int place) {
+        const int64_t* const load = sums.expert_load + first;
+        const auto found = [&](int e, int place) {
             sums.hottest_first[first + place] = e;
             sums.busier[first + place] = sums.place[d * ranks + e / mains];
-        });
+        };
+        if (words != nullptr) {
+            MEGATRON_EXT_ROLLED
+            for (int e = static_cast<int>(threadIdx.x); e < padded(experts); e += kThreads) {
+                words[e] = word_of(e < experts ? load[e] : 0, e, experts);
+            }
+            __syncthreads();
+            order_words<kThreads>(words, experts, found);
+        } else {
+            order_values<kThreads>(load, experts, found);
+        }
+        __syncthreads();  // The words may be overwritten.
     }
-    __syncthreads();
 }
 
-// Whether no bound is above `threshold`, as far as that can be seen without ordering experts: from
-// the hottest main of each rank, as is_bound_within of the host does. By the whole block; false
-// where sums may leave int64.
-__device__ __noinline__ bool are_bounds_within(const QuotaProblem& problem,
-                                               const Sums& sums,
-                                               int num_domains,
-                                               int64_t total,
-                                               int64_t threshold) {
-    __shared__ bool is_within;
-    if (problem.num_slots == 0 || total > int64_t{1} << 48) return false;
-    const int mains = mains_of(problem);
-    const auto ranks = static_cast<int>(problem.nvlink_domain);
-    const auto thread = static_cast<int>(threadIdx.x);
-    if (thread == 0) is_within = true;
-    // The sum of the first i + 1 values, in part; reads are in flight at once.
-    const auto sum_to = [&](const int64_t* values) {
-        return [values, ranks](int i, int part, int parts) -> long long {
-            long long sum = 0;
-#pragma unroll 4
-            for (int j = part; j < ranks; j += parts) sum += j <= i ? values[j] : 0;
-            return sum;
-        };
-    };
-    MEGATRON_EXT_ROLLED
-    for (int d = 0; d < num_domains; ++d) {
-        const int first = d * ranks;
-        int64_t* const hottest = sums.hottest + first;
-        int64_t* const hottest_sum = sums.hottest_sum + first;
-        int64_t* const excess = sums.excess + first;
-        MEGATRON_EXT_ROLLED
-        for (int i = thread; i < ranks; i += kThreads) {
-            const int r = first + sums.busiest_first[first + i];
-            int64_t most = 0;
-#pragma unroll 4
-            for (int m = 0; m < mains; ++m) most = larger(most, sums.expert_load[r * mains + m]);
-            hottest[i] = most;
-            excess[i] = sums.home_load[r] - threshold;
-        }
-        __syncthreads();
-        for_each_sum(ranks, sum_to(hottest), [&](int i, int64_t sum) { hottest_sum[i] = sum; });
-        __syncthreads();
-        for_each_sum(ranks, sum_to(excess), [&](int i, int64_t sum) {
-            const int64_t senders = i + 1;
-            const int64_t free = problem.num_slots * (ranks - senders);
-            const int64_t taking = free < senders ? free : senders;
-            const int64_t taken = taking > 0 ? hottest_sum[taking - 1] : 0;
-            if (free < senders * mains && sum > taken) is_within = false;
-        });
-        const DeviceLanes<int64_t> wide;
-        const int64_t brought = wide.best(ranks, [&](int i) -> int64_t { return hottest[i]; }).key;
-        const int64_t left = wide.sum(
-            ranks, [&](int i) -> int64_t { return excess[i] > -brought ? excess[i] : -brought; });
-        if (left > 0) is_within = false;
+// The sum of the lanes' numbers up to this one's.
+__device__ int32_t sum_to_lane(int32_t own) {
+    const int lane = DeviceWarp::lane();
+#pragma unroll
+    for (int distance = 1; distance < DeviceWarp::kLanes; distance *= 2) {
+        const int32_t before = __shfl_sync(DeviceWarp::kAll, own, lane - distance);
+        if (lane >= distance) own += before;
     }
-    __syncthreads();
-    return is_within;
+    return own;
+}
+
+// Whether no bound of a domain is above `threshold`, as far as that can be seen without ordering
+// experts: from the hottest main of each rank, as is_bound_within of the host does. By a warp;
+// false where sums may leave 32 bits.
+//   total  of all domains
+__device__ bool is_bound_within(
+    const QuotaProblem& problem, const Sums& sums, int d, int64_t total, int64_t threshold) {
+    constexpr int kLanes = DeviceWarp::kLanes;
+    const auto ranks = static_cast<int>(problem.nvlink_domain);
+    if (problem.num_slots == 0 || larger(total, threshold * ranks) > INT32_MAX) return false;
+    const auto slots = static_cast<int>(problem.num_slots);
+    const int mains = mains_of(problem);
+    const int lane = DeviceWarp::lane();
+    const int32_t* const busiest_first = sums.busiest_first + d * ranks;
+    const int32_t* const hottest = sums.hottest + d * ranks;
+    int32_t* const hottest_sum = sums.hottest_sum + d * ranks;
+    int32_t before = 0;  // the sum of earlier ranks
+    int32_t most = 0;
+    MEGATRON_EXT_ROLLED
+    for (int i = lane; i - lane < ranks; i += kLanes) {
+        const int32_t own = i < ranks ? hottest[busiest_first[i]] : 0;
+        const int32_t sum = before + sum_to_lane(own);
+        if (i < ranks) hottest_sum[i] = sum;
+        before = __shfl_sync(DeviceWarp::kAll, sum, kLanes - 1);
+        most = own > most ? own : most;
+    }
+    const int32_t brought = __reduce_max_sync(DeviceWarp::kAll, most);
+    __syncwarp();
+    before = 0;
+    int32_t left = 0;  // above the threshold, and without room
+    bool is_within = true;
+    MEGATRON_EXT_ROLLED
+    for (int i = lane; i - lane < ranks; i += kLanes) {
+        const bool is_rank = i < ranks;
+        const int r = is_rank ? busiest_first[i] : 0;
+        const auto own =
+            is_rank ? static_cast<int32_t>(sums.home_load[d * ranks + r] - threshold) : 0;
+        const int32_t excess = before + sum_to_lane(own);
+        before = __shfl_sync(DeviceWarp::kAll, excess, kLanes - 1);
+        const int senders = i + 1;
+        const int free = slots * (ranks - senders);
+        const int taking = free < senders ? free : senders;
+        const int32_t taken = is_rank && taking > 0 ? hottest_sum[taking - 1] : 0;
+        if (is_rank && free < senders * mains && excess > taken) is_within = false;
+        left += own > -brought ? own : -brought;
+    }
+    if (__reduce_add_sync(DeviceWarp::kAll, left) > 0) is_within = false;
+    return __ballot_sync(DeviceWarp::kAll, !is_within) == 0;
 }
 
 // Memory: where tries lie that count in 32 bits. Others lie in global memory.
@@ -789,8 +905,13 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
                                                                   char* workspace,
                                                                   int64_t* quotas,
                                                                   int32_t* slots) {
-    __shared__ Domain<int64_t> domain;
+    __shared__ Job job;
+    __shared__ int64_t total, target;
     __shared__ int64_t bounds[kWarps];
+    __shared__ bool in_words, is_within;
+    // For functions that are called: what has no address stays in registers.
+    __shared__ QuotaProblem given_problem;
+    __shared__ Sums given_sums;
 
     const int thread = static_cast<int>(threadIdx.x);
     const int warp_idx = DeviceWarp::warp();
@@ -805,51 +926,88 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
         return workspace +
                (static_cast<int64_t>(blockIdx.y) * num_domains + d) * block_bytes(problem);
     };
-    auto* const reached = reinterpret_cast<int64_t*>(memory_of(own));
     char* memory = memory_of(own) + kReachedBytes;
     char* tries = memory + sums_bytes(problem);
     constexpr bool kInShared = !std::is_same<Memory, GlobalMemory>::value;
-    Sums sums;
+    uint32_t* words = nullptr;
     if constexpr (kInShared) {
         if (num_domains == 1) memory = Memory::place_of_sums();
+        words = Memory::words();
+        Memory{}.clear();
     }
-    sums.lay_out(memory, problem);
+    Sums sums;
+    sums.lay_out(memory, ranks, experts);
+    if (thread == 0) {
+        in_words = kInShared;
+        is_within = true;
+        given_problem = problem;
+    }
 
     if (num_domains > 1) {  // sum_columns_kernel has left them with the first block
         Sums first;
-        first.lay_out(memory_of(0) + kReachedBytes, problem);
+        first.lay_out(memory_of(0) + kReachedBytes, ranks, experts);
         sums.expert_load = first.expert_load;
     } else {
-        for_each_sum(
+        for_each_sum<kThreads>(
             static_cast<int>(experts),
             [&](int e, int part, int parts) -> long long {
                 return sum_column(load, load_stride, e, part, ranks, parts);
             },
             [&](int e, int64_t sum) { sums.expert_load[e] = sum; });
-        __syncthreads();
     }
-    bool in_words = false;
-    if (!again) in_words = sum_ranks(problem, sums, num_domains, kInShared);
-    if (thread == 0) domain = domain_of(problem, sums, own, tolerance_ppm == 0);
     __syncthreads();
 
-    const DeviceLanes<int64_t> wide;
-    const int64_t total =
-        wide.sum(static_cast<int>(ranks), [&](int r) -> int64_t { return sums.home_load[r]; });
+    // What takes long is done by one warp beside what the others do.
+    constexpr int kSummingWarp = kWarps - 1;
+    if (warp_idx == kSummingWarp) {
+        const int64_t sum = DeviceLanes<int64_t>{}.sum(
+            static_cast<int>(experts), [&](int e) -> int64_t { return sums.expert_load[e]; });
+        if (DeviceWarp::lane() == 0) total = sum;
+    }
+    uint32_t* const words_of_ranks = num_domains == 1 ? words : nullptr;
+    if (!again) sum_ranks(problem, sums, words_of_ranks, in_words);
+    if (thread == 0) {
+        job = {domain_of(problem, sums, own, tolerance_ppm == 0),
+               tolerance_ppm,
+               static_cast<int>(ranks),
+               own * static_cast<int>(problem.nvlink_domain),
+               reinterpret_cast<int64_t*>(memory_of(own)),
+               quotas + plan_idx * experts * ranks,
+               slots + plan_idx * ranks * problem.num_slots};
+        given_sums = sums;
+    }
+    __syncthreads();
+
+    if (warp_idx == kSummingWarp) {
+        const int64_t load = target_load(total, ranks, tolerance_ppm);
+        if (DeviceWarp::lane() == 0) target = load;
+    } else if (!again && warp_idx < kWarps / 2) {
+        order_ranks(problem, sums, in_words ? words_of_ranks : nullptr);
+    }
+    __syncthreads();
+
+    if constexpr (kInShared) Memory{}.copy(job.domain);
+    int64_t start = target;
     int64_t worst = 0;
     if (again) {
         MEGATRON_EXT_ROLLED
         for (int d = 0; d < num_domains; ++d) {
             worst = larger(worst, *reinterpret_cast<const int64_t*>(memory_of(d)));
         }
-        if (*reached == worst) return;
+        if (*job.reached == worst) return;
+    } else {
+        MEGATRON_EXT_ROLLED
+        for (int d = warp_idx; d < num_domains; d += kWarps) {
+            const bool is_own_within = is_bound_within(problem, given_sums, d, total, target);
+            if (!is_own_within && DeviceWarp::lane() == 0) is_within = false;
+        }
     }
-    const int64_t target = target_load(total, ranks, tolerance_ppm);
-    int64_t start = target;
-    if (!again && !are_bounds_within(problem, sums, num_domains, total, target)) {
-        order_experts(problem, sums, num_domains, in_words);
+    __syncthreads();
+    if (!is_within) {
+        order_experts(given_problem, given_sums, num_domains, in_words ? words : nullptr);
         const auto bound = [&](auto warp) {
-            return bound_of_warp(warp, problem, sums, num_domains, target, tolerance_ppm == 0);
+            return bound_of_warp(
+                warp, given_problem, given_sums, num_domains, target, tolerance_ppm == 0);
         };
         // Of a domain's ranks, none of which has more than the total, sums stay in 32 bits then.
         const int64_t of_warp = total <= INT32_MAX / problem.nvlink_domain
@@ -857,22 +1015,20 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
                                     : bound(DeviceLanes<int64_t>{});
         if (DeviceWarp::lane() == 0) bounds[warp_idx] = of_warp;
         __syncthreads();
+        const DeviceLanes<int64_t> wide;
         start = larger(start, wide.best(kWarps, [&](int w) -> int64_t { return bounds[w]; }).key);
     }
 
-    int64_t* quota = quotas + plan_idx * experts * ranks;
-    int32_t* held = slots + plan_idx * ranks * problem.num_slots;
-    const auto plan = [&](auto memory) {
-        plan_domain(
-            problem, tolerance_ppm, domain, reached, memory, target, start, worst, quota, held);
-    };
     if constexpr (kInShared) {
-        if (is_narrow(domain.before(), problem.min_quota)) {
-            plan(Memory{});
+        if (is_narrow(job.domain.before(), problem.min_quota)) {
+            plan_domain(job, Memory{}, target, start, worst);
             return;
         }
     }
-    plan(GlobalMemory{tries});
+    const GlobalMemory in_global{tries};
+    in_global.copy(job.domain);
+    __syncthreads();
+    plan_domain(job, in_global, target, start, worst);
 }
 
 // A few blocks for every multiprocessor. More plans go in parts, in the same workspace.

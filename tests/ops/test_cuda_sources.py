@@ -52,53 +52,49 @@ DECLARED = 1 << 10
 """Bytes of shared memory that the planner leaves to what its kernels declare: kDeclared."""
 
 SAVED_FOR_CALLERS = 160
-"""Bytes. The planner's functions are called, not written out at each place; those that run once a
-try put aside what their callers keep in registers. Its inner functions spill nothing."""
+"""Bytes. What runs once a plan or a try puts aside what its callers keep in registers. What runs
+for every replica spills nothing."""
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_the_planners_inner_functions_spill_nothing():
-    """What runs for every replica, where it runs in shared memory. With three ranks a lane, what
-    looks at ranks in registers puts some aside around the call that searches a chain."""
+def test_the_planners_inner_loops_spill_nothing():
+    """Tries are one function, where they lie in shared memory, but for handing over. With three
+    ranks a lane, what looks at ranks in registers puts some aside."""
     lines = compile_source(PLANNER, BINARIES[0]).told.splitlines()
-    in_memory = ["move", "take", "refill", "add", "shed_to_roomiest"]
-    at_hand = ["relieve_all", "HandOverAtOnce"]
     found = set()
     for name, told in itertools.pairwise(lines):
         function = re.search(r"Function properties for (\S+)", name)
         if function is None or "GlobalMemory" in name:
             continue
-        called = [
-            each for each in (*in_memory, *at_hand) if re.search(rf"\d{each}[EI]", function[1])
-        ]
-        if not called:
+        called = re.search(r"BlockPlanner\S+?E3(run)E|14(HandOverAtOnce)I", function[1])
+        if called is None:
             continue
-        found.update(called)
-        is_wide = "SharedMemoryILi96E" in function[1] and set(called) <= set(at_hand)
-        most = SAVED_FOR_CALLERS if is_wide else 0
+        is_wide = "SharedMemoryILi96E" in function[1]
+        found.add((called[1] or called[2], is_wide))
         spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", told)
+        most = SAVED_FOR_CALLERS if is_wide else 0
         assert max(map(int, spills.groups())) <= most, function[1]
-    assert found == {*in_memory, *at_hand}
+    assert found == set(itertools.product(("run", "HandOverAtOnce"), (False, True)))
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_the_code_of_a_try_is_short():
-    """A kernel that runs once a layer finds its code in no cache, which takes 10 us of 97 on an
-    H100. Of a try that sheds, as most do, with all that it may call; at 64 ranks or fewer, in
-    shared memory."""
-    elsewhere = re.compile(
-        "GlobalMemory|DeviceLanesIl|DomainBound|BlockPlanner|bound_of_warp|are_bounds_within|"
-        "sum_ranks|order_experts|sort_falling|share_of|ThresholdSearch|PublishedSearch|write_plan|refill|shed_to_roomiest|fill_exactly"
+def test_the_code_of_all_tries_is_short():
+    """A kernel that runs once a layer finds its code in no cache, which takes 5 us of 46 on an
+    H100. Of all methods with all that they call; at 64 ranks or fewer, in shared memory."""
+    once_a_plan = re.compile(
+        "GlobalMemory|DeviceLanesIl|DomainBound|bound_of_warp|order_experts|share_of|"
+        "ThresholdSearch|PublishedSearch|plan_domain|6search|5reach|4keep"
     )
     code = {
         name: size
         for name, size in compile_source(PLANNER, "90").code.items()
-        if re.search(r"SharedMemoryILi64E.*\$", name) and not elsewhere.search(name.split("$")[-1])
+        if re.search(r"SharedMemoryILi64E.*\$", name)
+        and not once_a_plan.search(name.split("$")[-1])
     }
     called = " ".join(code)
-    for each in ("11relieve_all", "HandOver", "5Chain", "5reset", "sort_rising"):
+    for each in ("E3runE", "HandOver", "sort_rising"):
         assert each in called
-    assert sum(code.values()) <= 64 << 10, code
+    assert sum(code.values()) <= 92 << 10, code
 
 
 def chains_with_a_minus(ptx):

@@ -112,10 +112,42 @@ def check_equal(objects: list[Path], rounds: int, folder: Path) -> None:
     assert (result.returncode, result.stdout) == (0, f"{rounds} rounds\n"), result.stderr
 
 
-def test_kernels_of_stages_equal_the_host(tmp_path):
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory):
+    """The compiled kernels of STAGES, and the program that compares them with the host's."""
+    folder = tmp_path_factory.mktemp("stages")
     sources = [HERE / "kernels_on_host.cpp", *(CSRC / "cpu").glob("*.cpp")]
-    objects = [compile_here(source, tmp_path) for source in sources]
-    check_equal([*objects, *compile_kernels(STAGES, tmp_path, {})], 12, tmp_path)
+    objects = [compile_here(source, folder) for source in sources]
+    return [*objects, *compile_kernels(STAGES, folder, {})]
+
+
+def test_kernels_of_stages_equal_the_host(stages, tmp_path):
+    check_equal(stages, 12, tmp_path)
+
+
+BROKEN_PLANNERS = {
+    "steps before all verdicts are there": (
+        "            sync_some<kThreadsBeside>();\n            const int chosen",
+        "            const int chosen",
+    ),
+    "steps before a plan is kept": (
+        "            sync_some<kThreadsBeside>();\n            goes_on =",
+        "            goes_on =",
+    ),
+    "mains before zeros": (
+        "            sync_some<kThreadsBeside>();\n            write_mains",
+        "            write_mains",
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN_PLANNERS.values(), ids=BROKEN_PLANNERS.keys())
+def test_a_broken_planner_is_noticed(broken, stages, tmp_path):
+    (planner,) = compile_kernels(["solve_quota"], tmp_path, {"solve_quota.cu": broken})
+    others = [path for path in stages if path.name != planner.name]
+    result = run([planner, *others], 60, tmp_path)
+    assert result.returncode == 1, "it was not"
+    assert result.stderr
 
 
 @pytest.fixture(scope="module")

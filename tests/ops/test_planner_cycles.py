@@ -269,6 +269,26 @@ def test_warps_share_memory_and_barriers(run_kernel):
     assert run_kernel(body, warps=3, words=3 * WARP) == [2 * 3 * WARP] * (3 * WARP)
 
 
+def test_some_warps_wait_for_each_other_alone(run_kernel):
+    """The last two of three add; the first one does not wait for them."""
+    body = """
+    mov.u32 %address, counter;
+    setp.eq.s32 %first, %thread, 0;
+    @%first st.shared.u32 [%address], 0;
+    bar.sync 0;
+    mov.u32 %all, 1;
+    setp.lt.s32 %first, %thread, 32;
+    @%first bra STORE;
+    atom.shared.add.u32 %before, [%address], 2;
+    bar.sync 1, 64;
+    ld.shared.u32 %all, [%address];
+STORE:
+    cvt.u64.u32 %wide, %all;
+    st.global.u64 [%own], %wide;"""
+    expected = [1] * WARP + [2 * 2 * WARP] * (2 * WARP)
+    assert run_kernel(body, warps=3, words=3 * WARP) == expected
+
+
 @pytest.mark.parametrize("line", ["sin.approx.f32 %f1, %f2;", "add.rn.f32 %f1, %f2, %f3;"])
 def test_an_unknown_instruction_is_named(run_kernel, line):
     with pytest.raises(RuntimeError, match="unknown instruction: ") as told:

@@ -14,8 +14,7 @@
 #include "megatron_ext/host_device.h"
 
 #ifdef __CUDACC__
-// A function that stays one: a kernel that runs once a layer finds its code in no cache, so every
-// copy costs.
+// A function that stays one: what runs once a plan finds its code in no cache, so every copy costs.
 #define MEGATRON_EXT_ONCE_IN_CODE __host__ __device__ __noinline__
 #define MEGATRON_EXT_ROLLED _Pragma("unroll 1")  // a loop that is not written out either
 #else

@@ -61,7 +61,7 @@ namespace cuda_on_host {
 constexpr int kLanes = 32;
 constexpr size_t kStackBytes = 64 << 10;
 
-enum class State { kReady, kAtWarp, kAtBlock, kSpinning, kDone };
+enum class State { kReady, kAtWarp, kAtSome, kAtBlock, kSpinning, kDone };
 
 struct Thread {
     ucontext_t start;
@@ -98,6 +98,7 @@ struct Block {
     std::vector<Exchange> exchanges;  // one a warp
     std::vector<char> shared;         // while another block has the shared memory
     int naps = 0;                     // so often others come first
+    size_t some = 0;                  // threads that wait for each other in kAtSome
 };
 
 inline std::mt19937_64 random(1);
@@ -177,6 +178,15 @@ bool release(const Group& group, State state) {
     return true;
 }
 
+// The same of as many threads of a block as wait for each other.
+inline bool release_some() {
+    std::vector<Thread*> there;
+    for (const auto& thread : block->threads) {
+        if (thread->state == State::kAtSome) there.push_back(thread.get());
+    }
+    return !there.empty() && there.size() == block->some && release(there, State::kAtSome);
+}
+
 inline std::unique_ptr<Block> start_block(const Launch& launch, uint64_t b) {
     auto started = std::make_unique<Block>();
     started->launch = &launch;
@@ -230,7 +240,7 @@ inline bool run_block() {
             }
             release(warp, State::kAtWarp);
         }
-        if (release(block->threads, State::kAtBlock) || ran) continue;
+        if (release_some() || release(block->threads, State::kAtBlock) || ran) continue;
         bool done = true;
         for (const auto& thread : block->threads) {
             if (thread->state == State::kSpinning) return false;

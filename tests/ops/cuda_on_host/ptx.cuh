@@ -128,6 +128,12 @@ inline void let_others_come_first(uint64_t times) {
 
 namespace megatron_ext {
 
+template <int kThreads>
+void sync_some() {
+    cuda_on_host::block->some = kThreads;
+    cuda_on_host::wait(cuda_on_host::State::kAtSome);
+}
+
 inline void barrier_init(uint64_t* barrier, uint32_t arrivals = 1) {
     const auto count = static_cast<uint8_t>(arrivals);
     cuda_on_host::as_barrier(barrier) = {0, count, count, 0};

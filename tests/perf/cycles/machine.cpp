@@ -247,9 +247,13 @@ Warp::Warp(Block& block, int number, const Function& entry, const Arguments& arg
 }
 
 void Warp::go_on(int64_t now) {
+    go_on_behind(now);
+    std::ranges::fill(spent_, 0);
+}
+
+void Warp::go_on_behind(int64_t now) {
     is_waiting_ = false;
     now_ = last_load_ = last_store_ = now;
-    std::ranges::fill(spent_, 0);
 }
 
 bool Warp::step() {
@@ -267,6 +271,7 @@ bool Warp::step() {
     if (in.op == "bar"_w) {
         ++now_;
         is_waiting_ = true;
+        waits_for_ = in.operands.size() > 1 ? get(in.operands[1], frame, lane) : 0;
         return false;
     }
     spend(in, frame, lane);
@@ -545,9 +550,21 @@ int64_t Block::run(const Arguments& arguments) {
         constexpr int kSteps = 16;
         for (int i = 0; behind != nullptr && i < kSteps && behind->step(); ++i) {
         }
+        release_some(warps);
         if (std::ranges::none_of(warps, runs)) end_segment(warps);
     }
     return now_;
+}
+
+// Warps that wait for each other, and not for the block, go on when all of them are there.
+void Block::release_some(std::vector<Warp>& warps) {
+    std::vector<Warp*> there;
+    for (Warp& warp : warps) {
+        if (warp.is_waiting() && warp.waits_for() > 0) there.push_back(&warp);
+    }
+    if (there.empty() || there.size() * kLanes != there[0]->waits_for()) return;
+    const int64_t now = std::ranges::max(there, {}, &Warp::now)->now();
+    for (Warp* warp : there) warp->go_on_behind(now);
 }
 
 void Block::end_segment(std::vector<Warp>& warps) {

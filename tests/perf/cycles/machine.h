@@ -11,7 +11,7 @@
 // 2. What ends a basic block waits for its operands: branches, calls, returns, __syncwarp.
 // 3. Loads stay behind stores before them, and stores behind loads: addresses are not compared.
 // 4. A short forward branch does not wait for its predicate; what it may skip does.
-// 5. A barrier of the block takes as long as its slowest warp.
+// 5. A barrier takes as long as its slowest warp.
 //
 // Not in it: caches of code, schedulers that warps share, conflicts of shared memory's banks,
 // registers that are kept in memory around calls, and of global memory more than one latency.
@@ -69,13 +69,15 @@ class Warp {
   public:
     Warp(Block& block, int number, const Function& entry, const Arguments& arguments);
 
-    // Run an instruction; false if the warp waits for the block or has ended.
+    // Run an instruction; false if the warp waits for others or has ended.
     bool step();
-    void go_on(int64_t now);  // after a barrier
+    void go_on(int64_t now);         // after a barrier of the block
+    void go_on_behind(int64_t now);  // after one of some warps
 
     int64_t now() const { return now_; }
     bool has_ended() const { return frames_.empty(); }
     bool is_waiting() const { return is_waiting_; }
+    uint64_t waits_for() const { return waits_for_; }  // threads; 0 where it waits for the block
     int source() const { return source_; }
     const std::vector<int64_t>& spent() const { return spent_; }
 
@@ -113,6 +115,7 @@ class Warp {
     int64_t last_load_ = 0;
     int64_t last_store_ = 0;
     bool is_waiting_ = false;
+    uint64_t waits_for_ = 0;
     int source_ = 0;
     std::vector<int64_t> spent_;  // since the last barrier, by source
 };
@@ -132,6 +135,7 @@ class Block {
     static constexpr int kSharedBytes = 227 << 10;  // of Hopper
     static constexpr int kLocalBytes = 16 << 10;    // of a lane
 
+    static void release_some(std::vector<Warp>& warps);
     void end_segment(std::vector<Warp>& warps);
 
     const Program& program_;

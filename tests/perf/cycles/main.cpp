@@ -110,7 +110,7 @@ void print_report(const Program& program, const Block& block, int64_t cycles, bo
         print_place(source);
     });
     print_list("tries", block.watched(), [](const ptx::Watched& each) {
-        int32_t work;  // the last member of Verdict
+        int32_t work;  // what of a Verdict comes last
         std::memcpy(&work, each.returned.data() + each.returned.size() - sizeof work, sizeof work);
         std::printf("[%d, %ld]", work, each.cycles);
     });
@@ -139,11 +139,11 @@ void plan(const Program& program,
     print_report(program, block, cycles, of_device == of_host);
 }
 
-// Calls of Attempt<Warp>::run, which returns a Verdict.
+// Calls of BlockPlanner<Warp>::run, which returns a Verdict, or of that what is used.
 void watch_tries(Program& program) {
     for (auto& [name, function] : program.functions) {
-        function.is_watched =
-            name.find("7AttemptI") != std::string::npos && name.find("E3runE") != std::string::npos;
+        function.is_watched = name.find("12BlockPlannerI") != std::string::npos &&
+                              name.find("E3runE") != std::string::npos;
     }
 }
 

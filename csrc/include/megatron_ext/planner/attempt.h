@@ -51,7 +51,7 @@ class Attempt {
     // the front of the order, and the try starts over, up to `restarts` times. Refilling starts
     // over with a detour. With so many ranks that one pass is much work, starting over found
     // nothing more.
-    MEGATRON_EXT_ONCE_IN_CODE Verdict run(Amount threshold, Method method, int restarts) {
+    MEGATRON_EXT_HOST_DEVICE Verdict run(Amount threshold, Method method, int restarts) {
         bool reached = false;
         MEGATRON_EXT_ROLLED
         for (int pass = 0; !reached && pass <= restarts; ++pass) {
@@ -79,7 +79,7 @@ class Attempt {
   private:
     static constexpr int32_t kWorkToRestart = 2048;
 
-    MEGATRON_EXT_ONCE_IN_CODE void set_order(Method method) {
+    MEGATRON_EXT_HOST_DEVICE void set_order(Method method) {
         const auto& at = moves_.at();
         const auto& domain = moves_.domain();
         const auto& warp = moves_.warp();
@@ -118,7 +118,7 @@ class Attempt {
     }
 
     // Returns the position in the order of the first rank that could not be relieved, or -1.
-    MEGATRON_EXT_ONCE_IN_CODE int relieve_all(bool pairs) {
+    MEGATRON_EXT_HOST_DEVICE int relieve_all(bool pairs) {
         return Shedding<Warp>(moves_, pairs).relieve_all();
     }
 

@@ -19,7 +19,7 @@ class Chain {
 
     // Move up to `whole` off `rank` along the widest chain; nothing if that is not more than
     // `at_least`.
-    MEGATRON_EXT_ONCE_IN_CODE bool move(int rank, Amount whole, Amount at_least) {
+    MEGATRON_EXT_HOST_DEVICE bool move(int rank, Amount whole, Amount at_least) {
         const int ranks = moves_.domain().ranks;
         auto&& paths = paths_.start(moves_, rank, whole);
         moves_.spend(rounds_of(ranks));
@@ -62,7 +62,7 @@ class Chain {
         bool shrinks;
     };
 
-    MEGATRON_EXT_ONCE_IN_CODE Step step_to(int t) const {
+    MEGATRON_EXT_HOST_DEVICE Step step_to(int t) const {
         const auto& at = moves_.at();
         const int step = at.step[t];
         const int first_new = first_new_step(moves_);
@@ -77,9 +77,9 @@ class Chain {
     }
 
     // What the chain may carry so that every replica on it has at least `min_quota` or nothing.
-    MEGATRON_EXT_ONCE_IN_CODE Amount whole_replicas_only(const Step* steps,
-                                                         int length,
-                                                         Amount carried) const {
+    MEGATRON_EXT_HOST_DEVICE Amount whole_replicas_only(const Step* steps,
+                                                        int length,
+                                                        Amount carried) const {
         const Amount min_quota = moves_.domain().min_quota;
         bool changed = min_quota > 1;
         MEGATRON_EXT_ROLLED
@@ -99,7 +99,7 @@ class Chain {
         return carried;
     }
 
-    MEGATRON_EXT_ONCE_IN_CODE void take(const Step* steps, int length, Amount carried) {
+    MEGATRON_EXT_HOST_DEVICE void take(const Step* steps, int length, Amount carried) {
         const auto& at = moves_.at();
         const int rank = steps[length - 1].from;
         moves_.warp().once([&] {

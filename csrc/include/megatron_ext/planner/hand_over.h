@@ -19,7 +19,7 @@ class HandOverInTurn {
     MEGATRON_EXT_HOST_DEVICE explicit HandOverInTurn(Moves<Warp>& moves) : moves_(moves) {}
 
     // Spare the busiest sender of each round, until no host can take anything off the sender.
-    MEGATRON_EXT_ONCE_IN_CODE static void run(Moves<Warp>& moves) {
+    MEGATRON_EXT_HOST_DEVICE static void run(Moves<Warp>& moves) {
         HandOverInTurn(moves).spare_all();
     }
 
@@ -80,7 +80,7 @@ class HandOverInTurn {
     // that is seen without the main that it would give instead. It mostly says that none can, for
     // less than it takes to ask two of them.
     template <class KeyOf>
-    MEGATRON_EXT_ONCE_IN_CODE bool may_spare(int sender, int count, KeyOf key_of) const {
+    MEGATRON_EXT_HOST_DEVICE bool may_spare(int sender, int count, KeyOf key_of) const {
         const auto& at = moves_.at();
         const auto may = [&](int g) -> bool {
             const int via = host_of(g);

@@ -59,7 +59,7 @@ class Moves {
 
     // Nothing has moved, and every rank may keep `threshold`. For an even plan that leaves less
     // than one spare assignment a rank, the coldest ranks stay below it, so that nothing is spare.
-    MEGATRON_EXT_ONCE_IN_CODE void reset(Amount threshold) {
+    MEGATRON_EXT_HOST_DEVICE void reset(Amount threshold) {
         const auto& domain = this->domain();
         const int ranks = domain.ranks;
         int coldest = 0;
@@ -111,7 +111,7 @@ class Moves {
     }
 
     // The same, once in code.
-    MEGATRON_EXT_ONCE_IN_CODE void add(int home, int expert, int t, Amount amount) {
+    MEGATRON_EXT_HOST_DEVICE void add(int home, int expert, int t, Amount amount) {
         add_here(home, expert, t, amount);
     }
 
@@ -140,7 +140,7 @@ class Moves {
     }
 
     // By one lane: the replica that rank t holds of `expert`, if it has no assignments.
-    MEGATRON_EXT_ONCE_IN_CODE void drop_if_empty(int t, int expert) {
+    MEGATRON_EXT_HOST_DEVICE void drop_if_empty(int t, int expert) {
         const auto& at = this->at();
         const int k = t * domain().slots + slot_of(t, expert);
         if (at.amount[k] > 0) return;
@@ -248,7 +248,7 @@ class Moves {
     MEGATRON_EXT_HOST_DEVICE bool can_take(int t) const { return at().held[t] < domain().slots; }
 
     // The slot in which rank t holds `expert`, or -1.
-    MEGATRON_EXT_ONCE_IN_CODE int slot_of(int t, int expert) const { return find_slot(t, expert); }
+    MEGATRON_EXT_HOST_DEVICE int slot_of(int t, int expert) const { return find_slot(t, expert); }
 
     // The same, written out.
     MEGATRON_EXT_HOST_DEVICE int find_slot(int t, int expert) const {
@@ -268,7 +268,7 @@ class Moves {
     }
 
     // The main of `rank` that keeps most of those that are not on rank t; -1 if all are there.
-    MEGATRON_EXT_ONCE_IN_CODE int main_for(int rank, int t) const { return find_main_for(rank, t); }
+    MEGATRON_EXT_HOST_DEVICE int main_for(int rank, int t) const { return find_main_for(rank, t); }
 
     // The same, written out.
     MEGATRON_EXT_HOST_DEVICE int find_main_for(int rank, int t) const {
@@ -320,7 +320,7 @@ class Moves {
 
   private:
     // As main_for, where the hottest main is on rank t.
-    MEGATRON_EXT_ONCE_IN_CODE int other_main_for(int rank, int t) const {
+    MEGATRON_EXT_HOST_DEVICE int other_main_for(int rank, int t) const {
         const auto& at = this->at();
         int best = -1;
         MEGATRON_EXT_ROLLED

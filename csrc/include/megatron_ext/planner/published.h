@@ -10,7 +10,7 @@ namespace megatron_ext {
 // always to the roomiest host. Its release keeps assignments with every main (kStays), and in some
 // tries gives none of the hosts less than an equal part of what the rank has to shed (kByNeed).
 template <int kStays = 0, bool kByNeed = false, class Warp>
-MEGATRON_EXT_ONCE_IN_CODE bool shed_to_roomiest(Moves<Warp>& moves) {
+MEGATRON_EXT_HOST_DEVICE bool shed_to_roomiest(Moves<Warp>& moves) {
     using Amount = typename Warp::Amount;
     const int32_t* const order = moves.domain().busiest_first;
     typename Warp::template AtHand<Warp> at_hand(moves);
@@ -53,7 +53,7 @@ MEGATRON_EXT_ONCE_IN_CODE bool shed_to_roomiest(Moves<Warp>& moves) {
 
 // MoonEP's exact fill: the busiest rank gives the roomiest one all that it lacks.
 template <class Warp>
-MEGATRON_EXT_ONCE_IN_CODE bool fill_exactly(Moves<Warp>& moves) {
+MEGATRON_EXT_HOST_DEVICE bool fill_exactly(Moves<Warp>& moves) {
     using Amount = typename Warp::Amount;
     const auto& at = moves.at();
     const auto& domain = moves.domain();

@@ -15,7 +15,7 @@ namespace megatron_ext {
 //   detour  the step that takes the second best giver, or -1: a limited discrepancy search (Harvey
 //           and Ginsberg, 1995) with one discrepancy
 template <class Warp>
-MEGATRON_EXT_ONCE_IN_CODE bool refill(Moves<Warp>& moves, int detour) {
+MEGATRON_EXT_HOST_DEVICE bool refill(Moves<Warp>& moves, int detour) {
     using Amount = typename Warp::Amount;
     const auto& at = moves.at();
     const auto& warp = moves.warp();

@@ -22,11 +22,13 @@ namespace megatron_ext {
 
 MEGATRON_EXT_HOST_DEVICE inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// 64 bits are enough for the product of two numbers below this.
+constexpr int64_t kFactor = int64_t{1} << 31;
+
 // number * part / whole, rounded down, or `number` if that is less: so it stays in int64.
 MEGATRON_EXT_ONCE_IN_CODE inline int64_t share_of(int64_t number, int64_t part, int64_t whole) {
-    // 64 bits where they are enough: a division of 128 takes hundreds of instructions.
-    constexpr int64_t kFits = int64_t{1} << 31;
-    if (number < kFits && part < kFits) {
+    // A division of 128 bits takes hundreds of instructions.
+    if (number < kFactor && part < kFactor) {
         const int64_t share = number * part / whole;
         return share < number ? share : number;
     }
@@ -35,8 +37,16 @@ MEGATRON_EXT_ONCE_IN_CODE inline int64_t share_of(int64_t number, int64_t part, 
     return share < number ? static_cast<int64_t>(share) : number;
 }
 
+// A division of 32 bits takes a fourth of the instructions.
+MEGATRON_EXT_HOST_DEVICE inline int64_t quotient(int64_t number, int64_t by) {
+    if (static_cast<uint64_t>(number) <= UINT32_MAX && static_cast<uint64_t>(by) <= UINT32_MAX) {
+        return static_cast<uint32_t>(number) / static_cast<uint32_t>(by);
+    }
+    return number / by;
+}
+
 MEGATRON_EXT_HOST_DEVICE inline int64_t mean_rounded_up(int64_t total, int64_t ranks) {
-    const int64_t mean = total / ranks;
+    const int64_t mean = quotient(total, ranks);
     return mean + (mean * ranks != total);
 }
 
@@ -47,8 +57,13 @@ MEGATRON_EXT_HOST_DEVICE inline int64_t target_load(int64_t total,
                                                     int64_t ranks,
                                                     int64_t tolerance_ppm) {
     constexpr int64_t kMillion = 1'000'000;
-    return larger(share_of(total, kMillion + tolerance_ppm, ranks * kMillion),
-                  mean_rounded_up(total, ranks));
+    const int64_t part = kMillion + tolerance_ppm;
+    const int64_t mean = mean_rounded_up(total, ranks);
+    if (total < kFactor && part < kFactor) {  // Divided in two steps, it is the same number.
+        const int64_t share = quotient(total * part / kMillion, ranks);
+        return larger(share < total ? share : total, mean);
+    }
+    return larger(share_of(total, part, ranks * kMillion), mean);
 }
 
 // Whether (load a, index i) comes before (load b, index j) by falling load.
@@ -219,6 +234,8 @@ MEGATRON_EXT_HOST_DEVICE bool choose_at_start(bool even,
 // Step 2: the thresholds of UltraEP's Algorithm 1, a binary search from the target.
 class PublishedSearch {
   public:
+    PublishedSearch() = default;  // so that it may lie in a device's shared memory
+
     // target: the tolerance's threshold. reached: by the best plan so far.
     MEGATRON_EXT_HOST_DEVICE PublishedSearch(int64_t target, int64_t reached)
         : low_(target), reached_(reached), threshold_(target) {}

@@ -97,7 +97,7 @@ class Shedding {
   private:
     // Move less than `min_quota`: a replica on a rank with room takes that much more than one of
     // that rank's experts, on `rank`, gives back.
-    MEGATRON_EXT_ONCE_IN_CODE bool swap(int rank, Amount whole) {
+    MEGATRON_EXT_HOST_DEVICE bool swap(int rank, Amount whole) {
         const auto& at = moves_.at();
         const Amount min_quota = moves_.domain().min_quota;
         if (min_quota == 1) return false;
