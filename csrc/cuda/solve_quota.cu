@@ -249,13 +249,11 @@ struct SharedMemory {
     }
 
     // Of ranks and replicas that there are not, lanes read what they ignore: it has to be an index.
-    // By the whole block, which waits before it tries.
-    __device__ void clear() const {
+    // By so many threads of the block, of which this is the `thread`th; it waits before it tries.
+    __device__ void clear(int thread, int threads) const {
         auto* const tries = reinterpret_cast<float4*>(memory(0));
         MEGATRON_EXT_ROLLED
-        for (int i = static_cast<int>(threadIdx.x); i < kWarps * try_bytes() / 16; i += kThreads) {
-            tries[i] = float4{};
-        }
+        for (int i = thread; i < kWarps * try_bytes() / 16; i += threads) tries[i] = float4{};
     }
 
     __device__ Domain<Amount> domain() const {
@@ -782,9 +780,9 @@ __device__ void sum_ranks(const QuotaProblem& problem,
     }
 }
 
-// Order the ranks of each domain. By the first half of the block.
+// Order the ranks of each domain. By the first kBy threads of the block.
+template <int kBy>
 __device__ void order_ranks(const QuotaProblem& problem, const Sums& sums, const uint32_t* words) {
-    constexpr int kBy = kThreads / 2;
     const auto ranks = static_cast<int>(problem.nvlink_domain);
     const auto found_of = [&](int first) {
         return [&sums, first](int r, int place) {
@@ -933,7 +931,6 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
     if constexpr (kInShared) {
         if (num_domains == 1) memory = Memory::place_of_sums();
         words = Memory::words();
-        Memory{}.clear();
     }
     Sums sums;
     sums.lay_out(memory, ranks, experts);
@@ -957,12 +954,16 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
     }
     __syncthreads();
 
-    // What takes long is done by one warp beside what the others do.
+    // The last warp sums and divides, the first half of the block puts ranks in order.
+    constexpr int kOrdering = kThreads / 2;
     constexpr int kSummingWarp = kWarps - 1;
     if (warp_idx == kSummingWarp) {
         const int64_t sum = DeviceLanes<int64_t>{}.sum(
             static_cast<int>(experts), [&](int e) -> int64_t { return sums.expert_load[e]; });
         if (DeviceWarp::lane() == 0) total = sum;
+    } else if (thread >= kOrdering) {
+        constexpr int kOthers = kThreads - kOrdering - DeviceWarp::kLanes;
+        if constexpr (kInShared) Memory{}.clear(thread - kOrdering, kOthers);
     }
     uint32_t* const words_of_ranks = num_domains == 1 ? words : nullptr;
     if (!again) sum_ranks(problem, sums, words_of_ranks, in_words);
@@ -981,8 +982,8 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
     if (warp_idx == kSummingWarp) {
         const int64_t load = target_load(total, ranks, tolerance_ppm);
         if (DeviceWarp::lane() == 0) target = load;
-    } else if (!again && warp_idx < kWarps / 2) {
-        order_ranks(problem, sums, in_words ? words_of_ranks : nullptr);
+    } else if (!again && thread < kOrdering) {
+        order_ranks<kOrdering>(problem, sums, in_words ? words_of_ranks : nullptr);
     }
     __syncthreads();
 
