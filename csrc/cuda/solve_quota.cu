@@ -35,8 +35,8 @@ constexpr int kSteps = 4;        // of a binary search in one round: 15 tries
 constexpr int kStepsBeside = 3;  // of those beside the methods: 7 tries
 constexpr int kWarpsBeside = kWarps - kMethods;
 constexpr int kThreadsBeside = kWarpsBeside * DeviceWarp::kLanes;
-static_assert(kThreads % kThreadsBeside == 0, "the number of a thread among them");
-static_assert(1 << kStepsBeside <= kWarpsBeside, "there is one try less than that");
+static_assert(kThreads % kThreadsBeside == 0, "a thread's number among them is the rest");
+static_assert(1 << kStepsBeside <= kWarpsBeside, "the tries of so many steps have a warp each");
 
 // What a block sums up of all domains before it plans. Where there is one domain, it lies in shared
 // memory: to read from global memory what the block has just written there took half of the bounds'

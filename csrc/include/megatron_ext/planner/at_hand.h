@@ -105,7 +105,7 @@ class MemoryAtHand {
 
     // Give `host` a replica of `main` with `amount` assignments.
     MEGATRON_EXT_HOST_DEVICE void give(Best<Amount> main, Best<Amount> host, Amount amount) {
-        hottest_ = moves_.add_here(rank_, main.index, host.index, amount);
+        hottest_ = moves_.add(rank_, main.index, host.index, amount);
         excess_ -= amount;
     }
 

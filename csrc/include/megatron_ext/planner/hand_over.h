@@ -120,7 +120,7 @@ class HandOverInTurn {
             const Amount amount = at.amount[i];
             if (t == via || amount > hot) return 0;
             if (slot_that_grows(sender, via, at.expert[i], amount) < 0) return 0;
-            const int main = moves_.find_main_for(via, t);
+            const int main = moves_.main_for(via, t);
             return main < 0 || at.kept[main] < amount ? 0 : most - amount;
         });
         return smallest.index < 0 ? -1 : at.given[smallest.index];

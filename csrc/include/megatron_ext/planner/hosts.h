@@ -71,7 +71,7 @@ class SortedHosts {
     int tightest(const Moves& moves, int expert, Amount amount) const {
         const Memory& at = moves.at();
         for (int i = place_of(at, amount, -1); i < count_; ++i) {
-            if (moves.find_slot(at.host[i], expert) < 0) return at.host[i];
+            if (moves.slot_of(at.host[i], expert) < 0) return at.host[i];
         }
         return -1;
     }
@@ -81,7 +81,7 @@ class SortedHosts {
     int roomiest_below(const Moves& moves, int expert, Amount most) const {
         const Memory& at = moves.at();
         for (int i = place_of(at, most, -1) - 1; i >= 0; --i) {
-            if (moves.find_slot(at.host[i], expert) < 0) return at.host[i];
+            if (moves.slot_of(at.host[i], expert) < 0) return at.host[i];
         }
         return -1;
     }
@@ -108,7 +108,7 @@ class SortedHosts {
     template <class Moves>
     Pair<Amount> tightest_pair(const Moves& moves, int expert, Amount most, Amount whole) const {
         const Memory& at = moves.at();
-        const auto may = [&](int i) { return moves.find_slot(at.host[i], expert) < 0; };
+        const auto may = [&](int i) { return moves.slot_of(at.host[i], expert) < 0; };
         Pair<Amount> best;
         best.values = place_of(at, most, -1);
         Amount least_over = whole;
@@ -234,7 +234,7 @@ class FlatHosts {
         const int ranks = moves.domain().ranks;
         const auto counts = [&](int t) { return at.host_room[t] > 0 && at.host_room[t] < most; };
         moves.warp().for_each(ranks, [&](int t) {
-            at.wider[t] = counts(t) && moves.find_slot(t, expert) < 0 ? at.host_room[t] : 0;
+            at.wider[t] = counts(t) && moves.slot_of(t, expert) < 0 ? at.host_room[t] : 0;
         });
         Pair<Amount> pair = moves.warp().closest_pair(ranks, at.wider, whole);
         pair.values =
@@ -248,9 +248,9 @@ class FlatHosts {
     MEGATRON_EXT_HOST_DEVICE int find(const Moves& moves, int expert, FindIn find_in) const {
         const auto& at = moves.at();
         const int t = find_in(at.host_room);
-        if (t < 0 || moves.find_slot(t, expert) < 0) return t;
+        if (t < 0 || moves.slot_of(t, expert) < 0) return t;
         moves.warp().for_each(moves.domain().ranks, [&](int r) {
-            at.wider[r] = moves.find_slot(r, expert) < 0 ? at.host_room[r] : 0;
+            at.wider[r] = moves.slot_of(r, expert) < 0 ? at.host_room[r] : 0;
         });
         return find_in(at.wider);
     }

@@ -88,7 +88,7 @@ class Moves {
 
     // Give rank t a replica of `expert`, whose home is given, with `amount` assignments. Returns
     // the home's main that keeps most then, and what it keeps.
-    MEGATRON_EXT_HOST_DEVICE Best<Amount> add_here(int home, int expert, int t, Amount amount) {
+    MEGATRON_EXT_HOST_DEVICE Best<Amount> add(int home, int expert, int t, Amount amount) {
         const auto& at = this->at();
         const int first = home * domain().mains;
         const Amount kept = at.kept[expert] - amount;
@@ -108,11 +108,6 @@ class Moves {
             at.hottest[home] = hottest.index;
         });
         return hottest;
-    }
-
-    // The same, once in code.
-    MEGATRON_EXT_HOST_DEVICE void add(int home, int expert, int t, Amount amount) {
-        add_here(home, expert, t, amount);
     }
 
     // The main of a rank that keeps most, and what it keeps.
@@ -248,10 +243,7 @@ class Moves {
     MEGATRON_EXT_HOST_DEVICE bool can_take(int t) const { return at().held[t] < domain().slots; }
 
     // The slot in which rank t holds `expert`, or -1.
-    MEGATRON_EXT_HOST_DEVICE int slot_of(int t, int expert) const { return find_slot(t, expert); }
-
-    // The same, written out.
-    MEGATRON_EXT_HOST_DEVICE int find_slot(int t, int expert) const {
+    MEGATRON_EXT_HOST_DEVICE int slot_of(int t, int expert) const {
         const auto& at = this->at();
         const int first = t * domain().slots;
         const int held = at.held[t];
@@ -268,12 +260,9 @@ class Moves {
     }
 
     // The main of `rank` that keeps most of those that are not on rank t; -1 if all are there.
-    MEGATRON_EXT_HOST_DEVICE int main_for(int rank, int t) const { return find_main_for(rank, t); }
-
-    // The same, written out.
-    MEGATRON_EXT_HOST_DEVICE int find_main_for(int rank, int t) const {
+    MEGATRON_EXT_HOST_DEVICE int main_for(int rank, int t) const {
         const int hot = this->at().hottest[rank];
-        return find_slot(t, hot) < 0 ? hot : other_main_for(rank, t);
+        return slot_of(t, hot) < 0 ? hot : other_main_for(rank, t);
     }
 
     MEGATRON_EXT_HOST_DEVICE Amount least_room() const {

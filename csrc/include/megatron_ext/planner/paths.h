@@ -132,7 +132,7 @@ class SparsePaths {
         const int steps = first_new_step(moves);
         const auto may_give = [&](const Best<Amount>& giver, int t) {
             return giver.index != t && giver.index >= 0 &&
-                   moves.find_slot(t, at.hottest[giver.index]) < 0;
+                   moves.slot_of(t, at.hottest[giver.index]) < 0;
         };
         for (int t = 0; t < moves.domain().ranks; ++t) {
             if (at.width[t] >= first_.key || !moves.can_take(t) || t == first_.index) continue;
