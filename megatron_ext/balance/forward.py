@@ -9,11 +9,13 @@ calls the forward's object in backward; `push` is a plain call:
     push          4 start materializing
     materialized  4 wait; slot weights       8 start reducing the slots' gradients
     before_experts_backward                  4 wait for the replicas
-    before_combine_backward                  4 start materializing the same replicas again
+    before_combine_backward                  4 start materializing the same replicas again, if
+                                               the layer above has not done so
 
 All layers share the slots, so by the time of a layer's backward another layer's replicas are in
-them. The backward materializes the replicas of the saved plan again, beside the combine's backward,
-and its gradient reduction runs beside the backward of router and attention.
+them. The backward materializes the replicas of the saved plan again: as soon as the experts of the
+layer above have left the slots, else from the combine's backward on. So they move beside the
+backward of the other layer's attention, and the gradient reduction beside that of this layer's.
 
 - The join gives `materialized` an edge of the graph. So autograd reaches the join only after the
   reduction has started, even if the MoE layer's input is cut off from the transformer layer's.
@@ -235,8 +237,11 @@ class Forward:
     is_in_pieces: bool = False
     """Whether a program's backward is several of autograd's: of pieces, or without weight
     gradients."""
-    leaf: Tensor = field(init=False)
+    leaf: Tensor | None = None
     """Where an edge begins that every whole backward of this forward reaches."""
+    before: weakref.ref[Forward] | None = None
+    """The forward that used the slots before this one: mostly the layer below, whose backward comes
+    behind this one's."""
     delayed: list[Forward] | None = None
     """If weight gradients are delayed, takes this forward when its experts' backward is over. The
     layer calls `reduce_delayed` after the weight gradients."""
@@ -332,6 +337,7 @@ class Forward:
                     planned = replicas.experts_in_slots
                     missing = torch.where(planned == there.to(planned.device), -1, planned)
                     replicas = Transfers(missing, replicas.mains_per_rank)
+                self.before, self.buffers.last_user = self.buffers.last_user, weakref.ref(self)
                 self.pushing = self._materialize(replicas)
 
     def materialized(self, tokens: Tensor, edge: Tensor | None = None) -> tuple[Tensor, list[Any]]:
@@ -416,7 +422,6 @@ class Forward:
     def _begin_backward(self, grad: Tensor | None) -> tuple[Tensor | None]:
         """Start to materialize the replicas again; with fusion their gradients begin at zero."""
         self.replicas_of_backward()
-        self.rematerializing = None  # After a backward that stopped halfway, push again.
         self._rematerialize()
         if not self.reduces:
             self.release_plan()
@@ -433,7 +438,7 @@ class Forward:
         Raises:
             RuntimeError: It is for some inputs only.
         """
-        if not self.is_in_pieces and not _is_executed(get_gradient_edge(self.leaf).node):
+        if not self.is_in_pieces and not self._is_in_whole_backward:
             raise RuntimeError(
                 f"layer {self.layer_number}: with gradient_accumulation_fusion, experts add to "
                 "`main_grad` whatever gradients are asked for: call backward() without inputs, or "
@@ -442,8 +447,6 @@ class Forward:
 
     def _await_replicas(self, grad: Tensor | None) -> tuple[Tensor | None]:
         """Wait for the replicas; starts to materialize them if nothing has done so yet."""
-        if not self._has_slots:
-            self.rematerializing = None
         rematerializing = self._rematerialize()
         with stage_of_backward(PUSH_WAIT, self.layer_number):
             rematerializing.wait()
@@ -451,12 +454,35 @@ class Forward:
             held_back.hold_back(self.mains.parameters())
         return (grad,)
 
+    @property
+    def _is_in_whole_backward(self) -> bool:
+        """Whether the running backward is for all leaves of a graph with this forward."""
+        if self.leaf is None or not self.leaf.requires_grad:  # Of a pass without gradients.
+            return False
+        return _is_executed(get_gradient_edge(self.leaf).node)
+
     def _end_experts(self, grad: Tensor | None) -> tuple[Tensor | None, None]:
         """Let later pushes wait for the experts' backward, which reads the slots."""
         assert self.buffers is not None
         self._require_slots()
         self.buffers.transport.note_reads()
         return grad, None
+
+    def _send_ahead(self) -> None:
+        """Start to materialize the replicas that the layer below will need, if it comes next.
+
+        So they move beside the backward of attention, and not only beside that of a combine.
+        """
+        below = self.before() if self.before is not None else None
+        if below is not None and below._may_start_early:
+            below._rematerialize()
+
+    @property
+    def _may_start_early(self) -> bool:
+        """Whether this forward's backward will come in the running one, and its mains are there."""
+        has_plan = self.virtual_layer is not None and not self.is_released
+        is_whole = self.mains.stay and not self.is_in_pieces
+        return has_plan and is_whole and self._is_in_whole_backward
 
     def _start_reduction(
         self, grad: Tensor | None, *view_grads: Tensor | None
@@ -471,6 +497,7 @@ class Forward:
             self.delayed.append(self)
             return result
         self._reduce(replica_grads)
+        self._send_ahead()
         return result if self.is_joined else self._add_to_mains(grad)
 
     def reduce_delayed(self, delayed_grads: Sequence[Sequence[Tensor | None] | None]) -> None:
@@ -520,8 +547,11 @@ class Forward:
         return (grad, None, *gradients)
 
     def _rematerialize(self) -> Materializing:
-        """Start materializing for the backward, once; return the transfer under way."""
-        if self.rematerializing is None:
+        """Start materializing for the backward; return the transfer under way.
+
+        Once, unless another push has overwritten the replicas since.
+        """
+        if self.rematerializing is None or not self._has_slots:
             with stage_of_backward(PUSH_START, self.layer_number):
                 self.rematerializing = self._materialize(
                     self.replicas_of_backward(), columnwise=True

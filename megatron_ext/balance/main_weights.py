@@ -241,6 +241,12 @@ def is_fsdp(main: Any) -> bool:
     return getattr(main, "__fsdp_param__", False)
 
 
+def is_sharded(weight: Any) -> bool:
+    """Whether this rank has a shard of a weight by generalized tensor parallelism."""
+    # Megatron-Core before 0.19 has none.
+    return getattr(weight, "is_gtp_weight_remat", False)
+
+
 def _takes_sums(main: Tensor, fused: bool, in_place: InPlace) -> Tensor | None:
     """Return the `main_grad` that gets the sums over replicas; None if autograd adds the sums.
 
@@ -340,6 +346,11 @@ class MainWeights:
         first output for all outputs.
         """
         return tuple(_grad_dtype(each.parameters(), self.fused) for each in self._segments)
+
+    @cached_property
+    def stay(self) -> bool:
+        """Whether the weights are whole at all times, and not gathered for their layer's."""
+        return not any(is_fsdp(main) or is_sharded(main) for main in self.parameters())
 
     def rows(self, *, columnwise: bool = False) -> list[list[Tensor]]:
         """Return what a push moves: part p of main m as `rows()[p][m]`, without gradient.

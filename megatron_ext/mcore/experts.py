@@ -18,9 +18,8 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor, nn
 
-from megatron_ext.balance.main_weights import MainWeights, Segment
+from megatron_ext.balance.main_weights import MainWeights, Segment, is_sharded
 from megatron_ext.mcore.grouped_experts import GroupedExperts, GroupedWeights
-from megatron_ext.mcore.in_place import is_sharded
 from megatron_ext.mcore.limits import quantization_of
 from megatron_ext.mcore.sequential_experts import SequentialWeights, run_mains
 

@@ -6,8 +6,6 @@ program that shards, offloads or frees parameters moves that memory, or leaves o
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -40,12 +38,6 @@ def check_main_grads(mains: MainWeights) -> None:
             "do not have: wrap the model in Megatron's DistributedDataParallel before it trains, "
             "or give --no-gradient-accumulation-fusion"
         )
-
-
-def is_sharded(weight: Any) -> bool:
-    """Whether this rank has a shard of a weight by generalized tensor parallelism."""
-    # Megatron-Core before 0.19 has none.
-    return getattr(weight, "is_gtp_weight_remat", False)
 
 
 def memory_of(parameter: Tensor) -> Tensor:

@@ -5,7 +5,8 @@
     preprocess  1 gather load                         combine  4 start materializing from the plan
                 2 solve plan                          experts  4 wait for the replicas
                 4 start materializing replicas                 6 experts' backward
-                3 reroute: logical -> physical                 8 start reducing replica gradients
+                shared experts (Megatron), if any              8 start reducing replica gradients
+                3 reroute: logical -> physical
     dispatch    5 tokens to physical experts          dispatch (Megatron)
     experts     4 wait for the replicas               preprocess  3 gradients of probabilities back
                 6 mains and slots                     route (Megatron)
@@ -27,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +44,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron_ext.balance.beside import beside, rejoin
 from megatron_ext.balance.forward import Forward
 from megatron_ext.balance.layer_report import LayerReport
 from megatron_ext.balance.load import load_of
@@ -172,6 +175,8 @@ class BalancedMoELayer(ObservedMoELayer):
         # the graph and the graph holds the forward.
         self._forward: Forward | None = None
         self._edge: Tensor | None = None
+        # Of the shared experts, where they come behind the push: their input, then their output.
+        self._shared: Tensor | None = None
         # Forwards in backward, whose delayed weight gradients are to come.
         self._delayed: list[Forward] = []
 
@@ -315,6 +320,44 @@ class BalancedMoELayer(ObservedMoELayer):
         """Let go of the forward under way, which is over or has ended with an error."""
         self._forward = self._edge = self.token_dispatcher.forward_under_way = None
 
+    def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
+        """Compute the shared experts (Megatron), or leave them for behind the push."""
+        if self._has_shared_behind_push:
+            self._shared = hidden_states.view_as(hidden_states)
+            return None
+        output: Tensor | None = super().shared_experts_compute(hidden_states)
+        return output
+
+    def _compute_shared(self, hidden_states: Tensor) -> Tensor:
+        """Compute the shared experts from that view; their backward comes where it always does.
+
+        Autograd begins with what was computed last. The backward of shared experts before that of
+        the router would round otherwise, and overwrite Megatron's global buffer, where the backward
+        of an all-gather dispatcher leaves its gradient.
+        """
+        output: Tensor = super().shared_experts_compute(hidden_states)
+        if hidden_states.grad_fn is not None:
+            output = output.view_as(output)
+            output.grad_fn._set_sequence_nr(hidden_states.grad_fn._sequence_nr())  # type: ignore[union-attr]
+        return output
+
+    @property
+    def _has_shared_behind_push(self) -> bool:
+        """Whether the shared experts are computed behind the push, beside plan and replicas.
+
+        With the combined schedule the push comes later, and Megatron's graphs of a part of a layer
+        hold the shared experts with the router.
+        """
+        is_in_parts = self.config.cuda_graph_impl == "transformer_engine" or isinstance(
+            self.fwd_execution_map, str
+        )
+        has_shared = self.use_shared_expert and not self.shared_expert_overlap
+        return has_shared and self.layout.slots > 0 and not self.is_overlapped and not is_in_parts
+
+    def _beside_shared(self) -> AbstractContextManager[None]:
+        """Run beside the shared experts, if they come later."""
+        return beside(self.balancer.device) if self._has_shared_behind_push else nullcontext()
+
     def preprocess_behind_graph(
         self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -332,9 +375,16 @@ class BalancedMoELayer(ObservedMoELayer):
             self._forward = self.begin(hidden_states.device)
         forward = self._forward
         chosen = as_map(routing_map, self.layout.num_experts)
-        marks = self._plan(forward, chosen, probs.dtype)
-        if not self.is_overlapped:
-            self.push(forward)
+        try:
+            with self._beside_shared():
+                marks = self._plan(forward, chosen, probs.dtype)
+            if not self.is_overlapped:
+                self.push(forward)
+            if self._shared is not None:
+                self._shared = self._compute_shared(self._shared)
+        finally:  # After an error, too: a reset waits for the current stream.
+            if self._has_shared_behind_push:
+                rejoin(self.balancer.device)
         with stage(REROUTE):
             probs, physical = self._reroute(forward, probs, routing_map, chosen, marks)
         self.before_dispatch(forward, hidden_states, chosen)
@@ -428,7 +478,8 @@ class BalancedMoELayer(ObservedMoELayer):
             forward.slot_grads = self.balancer.agree_on_slot_grads(forward.mains)
             if self.has_delayed_gradients and forward.mains.fused:
                 forward.delayed = self._delayed
-        forward.push(there)
+        with self._beside_shared():
+            forward.push(there)
 
     def _reroute(
         self,
@@ -564,9 +615,11 @@ class BalancedMoELayer(ObservedMoELayer):
         output = super().combine(output, *args, **kwargs)
         return forward.before_combine_backward(output)
 
-    def postprocess(self, *args: Any, **kwargs: Any) -> Tensor:
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         """End the forward (Megatron), and drop the dispatcher's maps, which no backward reads."""
-        output: Tensor = super().postprocess(*args, **kwargs)
+        if shared_expert_output is None:
+            shared_expert_output, self._shared = self._shared, None
+        output = super().postprocess(output, shared_expert_output)
         release_maps(self.token_dispatcher)
         return output
 
@@ -585,6 +638,7 @@ class BalancedMoELayer(ObservedMoELayer):
     def forget_step(self) -> None:
         """Drop what an aborted step left in this layer."""
         self.drop_forward()
+        self._shared = None
         self._delayed.clear()
         self.expert_weights.forget_step()
         if self.is_started:

@@ -23,8 +23,8 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor, nn
 
 from megatron_ext.balance.forward import kept_in_place
-from megatron_ext.balance.main_weights import Held, MainWeights, Segment, Split
-from megatron_ext.mcore.in_place import is_sharded, memory_of
+from megatron_ext.balance.main_weights import Held, MainWeights, Segment, Split, is_sharded
+from megatron_ext.mcore.in_place import memory_of
 from megatron_ext.mcore.sequential_experts import run_mains
 from megatron_ext.mcore.sharded import LedSlots, ShardedMains, Whole, leader_of
 

@@ -3,7 +3,8 @@
 On the CPU every operation is done when it is issued, in one order. On a GPU only what a stream has
 waited for is done. Here each stream counts its operations, and knows how many of each other stream
 are done for sure: of those that it waited for. `Watch` sees every operation of PyTorch on the
-slots' memory, and every push and pull, and holds it against what its stream knows.
+slots' memory, and every push and pull, and holds it against what its stream knows. `WatchAll` sees
+every operation of PyTorch on any memory.
 """
 
 from __future__ import annotations
@@ -225,13 +226,66 @@ class Watch(TorchDispatchMode):
                     self._access(memory, Stream.current, writes, str(function))
 
     def _access(self, memory: Memory, stream: Stream, writes: bool, what: str) -> None:
-        before = [memory.written] * (memory.written is not None) + memory.read * writes
-        for tick, earlier in before:
-            self.num_checks += 1
-            if not stream.knows(tick):
-                self.errors.append(f"{memory.name}: {what} may come before {earlier}")
-        entry = (stream.tick(), what)
-        if writes:
-            memory.written, memory.read = entry, []
-        else:
-            memory.read.append(entry)
+        self.num_checks += (memory.written is not None) + len(memory.read) * writes
+        self.errors += accesses_out_of_order(memory, stream, writes, what)
+
+
+def accesses_out_of_order(memory: Memory, stream: Stream, writes: bool, what: str) -> list[str]:
+    """Add an operation of a stream; return earlier ones that it does not wait for, in words."""
+    before = [memory.written] * (memory.written is not None) + memory.read * writes
+    errors = [
+        f"{memory.name}: {what} may come before {earlier}"
+        for tick, earlier in before
+        if not stream.knows(tick)
+    ]
+    entry = (stream.tick(), what)
+    if writes:
+        memory.written, memory.read = entry, []
+    else:
+        memory.read.append(entry)
+    return errors
+
+
+class WatchAll(TorchDispatchMode):
+    """Watches all memory that operations of PyTorch write and read, each on the current stream.
+
+    Attributes:
+        errors: The pairs of operations that a GPU may run in the other order.
+        streams: Names of the streams that had operations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memories: dict[int, Memory] = {}
+        self.errors: list[str] = []
+        self.streams: set[str] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        results = function(*args, **(kwargs or {}))
+        given = dict(zip((each.name for each in function._schema.arguments), args, strict=False))
+        seen: dict[int, bool] = {}
+        for schema in function._schema.arguments:
+            writes = schema.alias_info is not None and schema.alias_info.is_write
+            if writes or schema.alias_info is None:  # A view reads nothing.
+                for address in _addresses((given | (kwargs or {})).get(schema.name)):
+                    seen[address] = seen.get(address, False) or writes
+        for address in _addresses(results):
+            if address not in seen and all(r.alias_info is None for r in function._schema.returns):
+                self._memories.pop(address, None)  # Who used the memory before does not matter.
+                seen[address] = True
+        for address, writes in seen.items():
+            memory = self._memories.setdefault(address, Memory("memory"))
+            self.streams.add(Stream.current.name)
+            self.errors += accesses_out_of_order(memory, Stream.current, writes, str(function))
+        return results
+
+
+def _addresses(values: Any) -> set[int]:
+    """Of the memory of all tensors among some values."""
+    return {
+        each.untyped_storage().data_ptr()
+        for each in tree_leaves(values)
+        if isinstance(each, Tensor) and each.numel()
+    }

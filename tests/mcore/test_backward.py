@@ -110,11 +110,12 @@ def _inputs() -> tuple[torch.Tensor, ...]:
     return tokens, tokens, None
 
 
-def test_slots_are_restored_beside_the_backward_of_combine() -> None:
+def test_slots_are_restored_behind_the_experts_of_the_layer_above() -> None:
     for events in run_ranks(_restoring, 2, "alltoall"):
-        # Tokens and probabilities go back one by one.
-        layer = ["start", "exchange", "end", "exchange", "exchange"]
-        assert events == layer * 2
+        # Tokens and probabilities go back one by one. The first layer's replicas start in between.
+        last = ["start", "exchange", "end", "start", "exchange", "exchange"]
+        first = ["exchange", "end", "exchange", "exchange"]
+        assert events == last + first
 
 
 def _of_another_class(spec: Any) -> Any:

@@ -49,6 +49,7 @@ GRADIENT_CASES: dict[int, list[Case]] = {
         (dict(ep=2, topk=1, overlap_grad_reduce=True), 4),
         (dict(ep=2, shared_ffn=24, dispatcher="alltoall", **OVERLAPPED), 2),
         (dict(ep=2, experts=2, topk=1, num_layers=3), 4),
+        (dict(ep=2, tp=2, shared_ffn=24, dispatcher="allgather"), 2),
         (dict(ep=1), 4),
     ],
     4: [

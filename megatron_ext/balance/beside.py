@@ -1,0 +1,43 @@
+"""Runs on a stream of its own what shared experts need not wait for: plan and push.
+
+A plan takes one multiprocessor of a GPU, a push a few, and the shared experts have the others. The
+stream first waits for all that the current stream has been given, and the current stream later
+waits for it. So what is allocated on the stream needs no `record_stream`: its memory is used again
+by later work of the stream only, which waits for whoever read it on the current stream.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """Run GPU work beside what the current stream gets until `rejoin`; other devices have one."""
+    if not _has_streams(device):
+        yield
+        return
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def rejoin(device: torch.device) -> None:
+    """Make the current stream wait for what was started beside it."""
+    if _has_streams(device):
+        torch.cuda.current_stream(device).wait_stream(_stream(device))
+
+
+def _has_streams(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    # Its kernels come first where blocks of both wait: they are small, and others wait for them.
+    return torch.cuda.Stream(device, priority=-1)
