@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -129,6 +129,19 @@ def one_line(text: str) -> str:
 def plain(text: str) -> str:
     """Write out what a terminal would take for commands, but tabs and line ends."""
     return text.translate(_CONTROLS)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Write increasing numbers shortly.
+
+    >>> ranges([3, 7, 8, 9])
+    '3, 7-9'
+    """
+    known = set(numbers)
+    starts = [one for one in numbers if one - 1 not in known]
+    ends = [one for one in numbers if one + 1 not in known]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in pairs)
 
 
 def field_docs(section: type[Any]) -> dict[str, str]:

@@ -1,7 +1,4 @@
-"""Tables as text, in Markdown and in HTML: first column aligned left, all others right.
-
-And numbers as ranges, for a table's cell or a message.
-"""
+"""Tables as text, in Markdown and in HTML: first column aligned left, all others right."""
 
 from __future__ import annotations
 
@@ -73,16 +70,3 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> PrettyTable:
 def _align(table: PrettyTable) -> None:
     table.align = "r"
     table.align[table.field_names[0]] = "l"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Write increasing numbers shortly.
-
-    >>> ranges([3, 7, 8, 9])
-    '3, 7-9'
-    """
-    known = set(numbers)
-    starts = [one for one in numbers if one - 1 not in known]
-    ends = [one for one in numbers if one + 1 not in known]
-    pairs = zip(starts, ends, strict=True)
-    return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in pairs)

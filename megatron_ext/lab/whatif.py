@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_ext.arguments import ranges
 from megatron_ext.balance.metrics import home_loads, imbalances
 from megatron_ext.files.loads import Loads
-from megatron_ext.files.tables import Cells, fill, html_table, markdown_table, ranges
+from megatron_ext.files.tables import Cells, fill, html_table, markdown_table
 from megatron_ext.lab.planning import Asked
 from megatron_ext.lab.replay import replay
 from megatron_ext.lab.simulate import LEFT_OUT, NONE, Setting, simulate

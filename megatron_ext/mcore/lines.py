@@ -16,6 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from megatron_ext.arguments import ranges
 from megatron_ext.balance import reruns
 from megatron_ext.balance.layer_report import LayerReport
 from megatron_ext.balance.metrics import home_imbalances, imbalances
@@ -117,7 +118,7 @@ class BalanceLines:
 
     def _names(self) -> str:
         numbers = sorted({layer.layer_number for layer in self._training()})
-        return f"MoE layers {_ranges(numbers)}" if len(numbers) > 1 else f"MoE layer {numbers[0]}"
+        return f"MoE layers {ranges(numbers)}" if len(numbers) > 1 else f"MoE layer {numbers[0]}"
 
 
 def _what_balances(layer: Any) -> str:
@@ -167,21 +168,6 @@ def _number(count: int, what: str) -> str:
     """
     plural = "es" if what.endswith("ch") else "s"
     return f"{count} {what}{plural if count != 1 else ''}"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Rising numbers as ranges.
-
-    >>> _ranges([1, 2, 3, 5, 7, 8])
-    '1-3, 5, 7-8'
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _say(line: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from megatron_ext.arguments import ranges
 from megatron_ext.config import COST_UNITS, ConfigError
 from megatron_ext.files.json_files import json_text
 from megatron_ext.files.locks import FolderInUseError, held
@@ -26,7 +27,6 @@ from megatron_ext.files.run_dir import (
     METRICS_FILE,
     TRACE_FOLDER,
 )
-from megatron_ext.files.tables import ranges
 from megatron_ext.files.whole import write_whole
 from megatron_ext.telemetry.profile import PROFILE_FILE
 from megatron_ext.telemetry.routes import ROUTES_FOLDER
