@@ -14,7 +14,9 @@ import io
 import json
 import os
 import re
+import shutil
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,6 +151,40 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def free_bytes(out: Path) -> int:
+    """Return the room that the disk has where a folder will be."""
+    above = next(folder for folder in out.absolute().parents if folder.is_dir())
+    return shutil.disk_usage(above).free
+
+
+@contextmanager
+def making(out: Path, num_bytes: int) -> Iterator[Path]:
+    """Make a folder, to be filled under another name, and rename it when all is on the disk.
+
+    So a process that is killed leaves nothing at `out`; the next one for the same `out` removes
+    what it has left beside it.
+
+    Args:
+        out: The folder, which does not exist.
+        num_bytes: The room that it needs.
+
+    Raises:
+        OSError: The disk has no room for it, or it cannot be written; nothing is left.
+    """
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    if (free := free_bytes(out)) < num_bytes:
+        raise OSError(f"{out} cannot be written: {free:,} bytes free, it needs {num_bytes:,}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    sync(out.parent)
 
 
 def find_damage(folder: Path) -> list[str]:

@@ -15,7 +15,6 @@ import itertools
 import os
 import pickle
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +28,9 @@ from checkpoints_tools.folder import (
     Checksum,
     Hasher,
     find_damage,
+    free_bytes,
     hash_file,
+    making,
     newest_of,
     read_checksums,
     stored_bytes,
@@ -85,10 +86,7 @@ class Relayout:
     _changes: list[_Change]
 
     def write(self, on_bytes: Callable[[int], object] = lambda num_bytes: None) -> None:
-        """Write the checkpoint under another name, and rename it when it is on the disk.
-
-        So a process that is killed leaves nothing at `out`; the next one for the same `out` removes
-        what it has left beside it.
+        """Write the checkpoint; see `making`.
 
         Args:
             on_bytes: Called with the number of bytes that were copied since the last call; by
@@ -98,29 +96,12 @@ class Relayout:
             OSError: The disk has no room for it, or it cannot be written; nothing is left.
             ValueError: The checkpoint was changed since it was written; nothing is left.
         """
-        partial = self.out.with_name(f".{self.out.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        try:
-            self._check_room()
-            partial.mkdir(parents=True)
+        with making(self.out, self.num_bytes) as partial:
             self._fill(partial, on_bytes)
-            partial.rename(self.out)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        sync(self.out.parent)
 
     def free_bytes(self) -> int:
         """Return the room that the disk has where the checkpoint will be."""
-        above = next(folder for folder in self.out.absolute().parents if folder.is_dir())
-        return shutil.disk_usage(above).free
-
-    def _check_room(self) -> None:
-        if (free := self.free_bytes()) < self.num_bytes:
-            raise OSError(
-                f"{self.out} cannot be written: {free:,} bytes free, the checkpoint needs "
-                f"{self.num_bytes:,}"
-            )
+        return free_bytes(self.out)
 
     def _fill(self, partial: Path, on_bytes: Callable[[int], object]) -> None:
         recorded = read_checksums(self.folder) or {}

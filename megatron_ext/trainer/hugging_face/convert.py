@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +28,9 @@ from checkpoints_tools.folder import (
     TABLE_FILE,
     Hasher,
     check_whole,
+    free_bytes,
     hash_file,
+    making,
     newest_of,
     sync,
     write_checksums,
@@ -65,9 +66,8 @@ class Conversion:
         num_tensors: Tensors of Hugging Face's that are converted.
         left_out: Names of the tensors in the folder that the model does not have.
         num_bytes: Of the tensors that `write` writes.
-        write: Writes under another name, and renames when all is on the disk. So a process that is
-            killed leaves nothing at `out`; the next one for the same `out` removes what it has left
-            beside it. Raises OSError or ValueError, and leaves nothing, if it cannot.
+        write: Writes the folder; see `making`. Raises OSError or ValueError, and leaves nothing, if
+            it cannot.
     """
 
     out: Path
@@ -79,8 +79,7 @@ class Conversion:
 
     def free_bytes(self) -> int:
         """Return the room that the disk has where the folder will be."""
-        above = next(folder for folder in self.out.absolute().parents if folder.is_dir())
-        return shutil.disk_usage(above).free
+        return free_bytes(self.out)
 
 
 @contextmanager
@@ -168,34 +167,20 @@ def _conversion(
     tasks: list[Any],
     left_out: list[str],
 ) -> Conversion:
-    """Return a conversion that checks the room, fills a folder, and gives the folder its name."""
+    num_bytes = sum(model.num_bytes(task.param_name) for task in tasks)
 
     def write(on_bytes: OnBytes) -> None:
-        needed = conversion.num_bytes
-        if (free := conversion.free_bytes()) < needed:
-            raise OSError(
-                f"{out} cannot be written: {free:,} bytes free, the tensors need {needed:,}"
-            )
-        partial = out.with_name(f".{out.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        try:
-            partial.mkdir(parents=True)
+        with making(out, num_bytes) as partial:
             fill(partial, on_bytes)
-            partial.rename(out)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        sync(out.parent)
 
-    conversion = Conversion(
+    return Conversion(
         out=out,
         settings=model.settings,
         num_tensors=len({name for task in tasks for name in names_in(task)}),
         left_out=left_out,
-        num_bytes=sum(model.num_bytes(task.param_name) for task in tasks),
+        num_bytes=num_bytes,
         write=write,
     )
-    return conversion
 
 
 def _left_out(source: Path, names: set[str], tasks: list[Any]) -> list[str]:

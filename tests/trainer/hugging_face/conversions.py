@@ -239,10 +239,7 @@ def _with_one_layer(hub: Path, like: Path) -> Path:
 
 
 def _full_disk(hub: Path) -> Any:
-    from megatron_ext.trainer.hugging_face import convert
-
-    room = SimpleNamespace(free=100_000)
-    return mock.patch.object(convert.shutil, "disk_usage", return_value=room)
+    return mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=100_000))
 
 
 def _writing_fails(hub: Path) -> Any:

@@ -128,7 +128,7 @@ WRONG = {
     "scaled positions": r"/hub: the trainer cannot make this model: .* scaled by linear",
     "windows": r"/hub: the trainer cannot make this model: it has no windows \(8 tokens\)",
     "tied embeddings": r"/hub: the trainer cannot make this model: share_embeddings_.*",
-    "a full disk": r"/imported cannot be written: 100,000 bytes free, the tensors need 346,880",
+    "a full disk": r"/imported cannot be written: 100,000 bytes free, it needs 346,880",
     "a disk that fills up": r"\[Errno 28\] No space left on device",
 }
 
