@@ -33,9 +33,6 @@ from torch import Tensor
 from megatron_ext.data.indexed import open_domain, read_tokens
 from megatron_ext.data.manifest import Manifest
 
-SPLITS = ("train", "validation")
-MIX_BY = ("microbatch", "sample")
-
 # Weights are met to one part in so many: few enough that a run of 10 000 microbatches meets them.
 DRAWS_PER_PERIOD = 4096
 # The fewest rounds that make a Feistel network a good shuffle.
@@ -53,8 +50,8 @@ class MixedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     Raises:
         FileNotFoundError: An indexed dataset that the manifest names is missing.
-        ValueError: A setting is out of range, names an unknown domain, or leaves a domain too short
-            for one sample; or files and manifest disagree.
+        ValueError: `weights` are out of range or name an unknown domain; a domain is too short for
+            one sample; or files and manifest disagree.
     """
 
     def __init__(
@@ -69,17 +66,6 @@ class MixedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         mix_by: str,
         validation_fraction: float,
     ) -> None:
-        for name, value, known in (("split", split, SPLITS), ("mix_by", mix_by, MIX_BY)):
-            if value not in known:
-                raise ValueError(f"data.{name} ({value!r}) must be one of {', '.join(known)}")
-        if sequence_length < 1:
-            raise ValueError(f"sequence_length ({sequence_length}) must be >= 1")
-        if micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size ({micro_batch_size}) must be >= 1")
-        if not 0.0 <= validation_fraction < 1.0:
-            raise ValueError(
-                f"data.validation_fraction ({validation_fraction}) must be >= 0 and < 1"
-            )
         shares = _shares(manifest, weights)
         self.sequence_length = sequence_length
         self.micro_batch_size = micro_batch_size

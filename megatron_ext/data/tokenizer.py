@@ -129,17 +129,16 @@ def _vocab_size(vocabulary: dict[str, int]) -> int:
     return max(vocabulary.values()) + 1
 
 
-def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_parallel: int) -> int:
+def padded_vocab_size(vocab_size: int, *, tensor_parallel: int) -> int:
     """Return the rows of an embedding that holds `vocab_size` tokens and splits evenly.
 
-    The number is the smallest multiple of `divisible_by` (128 keeps matrix shapes fast) and of the
-    ranks that share the embedding. Rows that stand for no token have logits, too. A checkpoint must
-    be the same model on another number of ranks, so all numbers of ranks that divide `divisible_by`
-    pad alike. Megatron's own rule, a multiple of `divisible_by` on each rank, would add rows that
-    were never trained.
+    The number is the smallest multiple of 128 (which keeps matrix shapes fast) and of the ranks
+    that share the embedding. Rows that stand for no token have logits, too. A checkpoint must be
+    the same model on another number of ranks, so all numbers of ranks that divide 128 pad alike.
+    Megatron's own rule, a multiple of 128 on each rank, would add rows that were never trained.
 
-    >>> padded_vocab_size(257, divisible_by=128, tensor_parallel=2)
+    >>> padded_vocab_size(257, tensor_parallel=2)
     384
     """
-    multiple = math.lcm(divisible_by, tensor_parallel)
+    multiple = math.lcm(128, tensor_parallel)
     return -(-vocab_size // multiple) * multiple

@@ -240,7 +240,7 @@ def _way_out(key: str, here: tuple[int, ...], there: tuple[int, ...]) -> str:
         if name.search(key) and len(here) == len(there) and here[axis] != there[axis]:
             size = there[axis]
             if setting == "model.vocab_size":
-                padded = padded_vocab_size(size, divisible_by=128, tensor_parallel=1)
+                padded = padded_vocab_size(size, tensor_parallel=1)
                 if padded != size:
                     return f": {setting} cannot fit, as it is filled up to a multiple of 128"
             return f": {setting} must be {size}"

@@ -109,7 +109,7 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
     megatron = transformer_config(config)
     parallel = config.parallel
     padded = padded_vocab_size(
-        config.model.vocab_size or vocab_size, divisible_by=128, tensor_parallel=parallel.tp_size
+        config.model.vocab_size or vocab_size, tensor_parallel=parallel.tp_size
     )
     attach = [hook.attach(path) for _, path, hook in run_hooks(config.data) if hook.attach]
     balance = config.balance

@@ -220,6 +220,6 @@ def _attention(config: TrainConfig) -> tuple[int, int]:
 
 def _vocab_size(config: TrainConfig) -> int:
     try:
-        return padded_vocab_size(open_data(config).vocab_size, divisible_by=128, tensor_parallel=1)
+        return padded_vocab_size(open_data(config).vocab_size, tensor_parallel=1)
     except (FileNotFoundError, ValueError, ModuleNotFoundError):
         return 0
