@@ -35,6 +35,7 @@ from torch.distributed import ProcessGroup
 from megatron_ext.balance.agreement import Agreement, agreements_in_use
 from megatron_ext.balance.slots import transports_in_use
 from megatron_ext.transport import Transport
+from megatron_ext.transport.reach import gather
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ def _groups(ddp: Any) -> list[ProcessGroup]:
 
 
 def _raise_on_all(groups: list[ProcessGroup]) -> None:
-    said = set()
+    said: set[str] = set()
     for each in _in_use():
         try:
             each.raise_failure()
@@ -146,9 +147,7 @@ def _raise_on_all(groups: list[ProcessGroup]) -> None:
             # Logged before the gather, which does not end if another rank has died.
             logger.error("%s", failure)
     for group in groups:
-        of_ranks: list[Any] = [None] * group.size()
-        dist.all_gather_object(of_ranks, said, group=group)
-        said = set().union(*of_ranks)
+        said = set().union(*gather(said, group))
     raise RuntimeError(
         "a wait for replicas failed or plans differ, and the step ends on all ranks before it "
         f"changes a weight: {'; '.join(sorted(said))}"

@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_ext.balance.agreement import name_ranks
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.config import BalanceConfig
+from megatron_ext.transport.reach import gather
 
 
 def planning_group(layer: MoELayer) -> dist.ProcessGroup:
@@ -32,8 +33,7 @@ def planning_group(layer: MoELayer) -> dist.ProcessGroup:
 
 def check_equal_config(balance: BalanceConfig, group: dist.ProcessGroup) -> None:
     """Check that all ranks have equal settings, because each rank plans alone."""
-    settings: list[Any] = [None] * group.size()
-    dist.all_gather_object(settings, asdict(balance), group=group)
+    settings = gather(asdict(balance), group)
     for rank, other in enumerate(settings):
         for name, value in settings[0].items():
             if other[name] != value:
@@ -47,8 +47,7 @@ def check_equal_plans(
     plan: BalancePlan, group: dist.ProcessGroup, layer_number: int | None
 ) -> None:
     """Compare the content of all ranks' plans; all ranks call (`balance.check_plans`)."""
-    digests: list[Any] = [None] * group.size()
-    dist.all_gather_object(digests, plan.digest(), group=group)
+    digests = gather(plan.digest(), group)
     if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         num_shards = group.size() // plan.layout.ep_size
         raise RuntimeError(

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from megatron_ext.mcore.grouped_experts import GroupedExperts
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.ranks.launch import NO_RESTART
+from megatron_ext.transport.reach import gather
 
 logger = logging.getLogger(__name__)
 
@@ -116,9 +117,7 @@ class StepGuard:
             ),
             *_not_finite("gradient", _gradients(self._chunks)),
         ]
-        ranks: list[list[_Place]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(ranks, mine)
-        places = itertools.chain.from_iterable(ranks)
+        places = itertools.chain.from_iterable(gather(mine))
         # Of gradients the highest layer first: backward comes from there.
         return sorted(places, key=lambda place: (_KINDS.index(place.kind), -place.layer))
 

@@ -16,8 +16,11 @@ from torch.distributed import ProcessGroup
 _T = TypeVar("_T")
 
 
-def gather(value: _T, group: ProcessGroup) -> list[_T]:
-    """Return the values of all ranks, by rank; all ranks call. The value must pickle."""
+def gather(value: _T, group: ProcessGroup | None = None) -> list[_T]:
+    """Return the values of all ranks, by rank; all ranks call. The value must pickle.
+
+    Without a group, the ranks are those of the whole run.
+    """
     values: list[_T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values  # type: ignore[return-value]

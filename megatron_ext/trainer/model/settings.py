@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch.nn import functional
 
+from megatron_ext.mcore.limits import DELAYS
 from megatron_ext.trainer.config import TrainConfig
 
 OVERRIDABLE: dict[str, Any] = {
@@ -40,9 +41,6 @@ UNEVEN_STAGES = (
     "account_for_loss_in_pipeline_split",
 )
 """Fields of TransformerConfig with which pipeline stages may differ in their layers."""
-
-_DELAYS = ("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
-"""Fields of TransformerConfig with which weight gradients come after a layer's backward."""
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -180,7 +178,7 @@ def ddp_config(config: TrainConfig, **megatron: Any) -> DistributedDataParallelC
         "overlap_grad_reduce": parallel.overlap_grad_reduce,
         "overlap_param_gather": parallel.overlap_param_gather,
         "grad_reduce_in_fp32": config.model.precision == "bf16",
-        "delay_wgrad_compute": any(config.megatron.get(name) for name in _DELAYS),
+        "delay_wgrad_compute": any(config.megatron.get(name) for name in DELAYS),
     }
     return DistributedDataParallelConfig(**(of_run | megatron))
 

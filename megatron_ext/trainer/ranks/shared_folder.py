@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_ext.arguments import WRONG_USAGE
 from megatron_ext.telemetry.heartbeat import STATUS_FOLDER, own_status, read_statuses
 from megatron_ext.trainer.config import TrainConfig
+from megatron_ext.transport.reach import gather
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,7 @@ def check_shared(config: TrainConfig) -> None:
             f"run_dir ({config.run_dir}): host {socket.gethostname()} does not see what rank 0, on "
             f"host {written[0][0]}, writes there: all machines must share its file system"
         )
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+    problems = gather(problem)
     # Where rank 0 itself does not see it, nothing could be written: that is reported elsewhere.
     if problems[0] or not (said := next(filter(None, problems), None)):
         return
