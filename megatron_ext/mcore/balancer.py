@@ -9,7 +9,6 @@ Legend: N local tokens, E logical experts, R ranks of the EP group, T ranks of a
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -125,12 +124,8 @@ class LayerBalancer:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert's weights, which a replica moves."""
-        return sum(
-            math.prod(shape) * dtype.itemsize
-            for segment in self.expert_weights.segments
-            for shape, dtype in segment.slot_shapes(self.dtype)
-        )
+        """Bytes of one expert's weights, which a replica moves; 0 without slots."""
+        return self.buffers.weight_bytes if self.buffers is not None else 0
 
     def fits(self, mains: MainWeights) -> bool:
         """Whether the weights have the dtype and the device that the balancer was made for."""

@@ -72,11 +72,6 @@ class CostMeter:
     """The ranks that plan alike."""
 
     @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert's weights."""
-        return self.buffers.weight_bytes
-
-    @property
     def assignments_per_expert(self) -> int:
         """Mean assignments of an expert, one at least."""
         return max(1, round(int(self.load.sum()) / self.buffers.layout.num_experts))
@@ -84,7 +79,7 @@ class CostMeter:
     def link_bandwidth(self) -> float:
         """Return the bytes per second that a rank sends while all ranks send as much."""
         experts_in_slots = neighbor_experts(self.buffers.layout)
-        sent_bytes = int((experts_in_slots[0] >= 0).sum()) * self.expert_bytes
+        sent_bytes = int((experts_in_slots[0] >= 0).sum()) * self.buffers.weight_bytes
         replicas = Transfers(
             experts_in_slots.to(self._example.device), self.buffers.layout.mains_per_rank
         )
@@ -159,7 +154,7 @@ def measure_costs(names: Sequence[str], meter: CostMeter, where: str) -> dict[st
                 cost,
                 COST_UNITS[name],
                 meter.group.size(),
-                meter.expert_bytes,
+                meter.buffers.weight_bytes,
                 meter.assignments_per_expert,
             )
     return {name: known[name] for name in names}

@@ -73,7 +73,7 @@ TRANSPORTS: dict[str, TransportKind] = {
             name="shared_memory",
             device_type="cpu",
             max_slots=SHARED_MEMORY_SLOTS,
-            obstacles=_of("shared_memory", "obstacles"),
+            obstacles=_of("shared_heap", "machine_obstacles"),
             make=_of("shared_memory", "make"),
         ),
         _on_gpus("deepep", is_automatic=False, in_graphs=False),

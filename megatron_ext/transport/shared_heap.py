@@ -48,8 +48,8 @@ class _Offer:
 _ELSEWHERE = "it is on another machine or in another container"
 
 
-def machine_obstacles(ep_group: ProcessGroup) -> list[str]:
-    """Return by rank why this rank cannot map the rank's memory, or ""; all ranks call."""
+def machine_obstacles(ep_group: ProcessGroup, device: torch.device) -> list[str]:
+    """Return by rank why this rank cannot map its memory, or ""; see `TransportKind.obstacles`."""
     mine = machine_of_this_process()
     return ["" if other == mine else _ELSEWHERE for other in gather(mine, ep_group)]
 

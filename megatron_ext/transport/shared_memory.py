@@ -26,7 +26,7 @@ from megatron_ext.transport.one_sided import (
 )
 from megatron_ext.transport.reach import domain_of
 from megatron_ext.transport.relay import compile_copies
-from megatron_ext.transport.shared_heap import machine_obstacles, share
+from megatron_ext.transport.shared_heap import share
 from megatron_ext.transport.transport import (
     SHARED_MEMORY_SLOTS,
     Transfer,
@@ -184,11 +184,6 @@ class SharedMemoryTransport(OneSidedTransport):
         highest = torch.tensor(value)
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._group)
         return int(highest)
-
-
-def obstacles(ep_group: ProcessGroup, device: torch.device) -> list[str]:
-    """Return why this rank does not reach others; see `TransportKind.obstacles`."""
-    return machine_obstacles(ep_group)
 
 
 def make(
