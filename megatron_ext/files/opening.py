@@ -98,18 +98,20 @@ def read_regular(path: Path, *, follow: bool = False, most_bytes: int = MOST_BYT
     return content
 
 
-def whole_lines(path: Path, start: int = 0) -> Iterator[bytes]:
+def whole_lines(
+    path: Path, start: int = 0, *, follow: bool = False, most_bytes: int = MOST_BYTES
+) -> Iterator[bytes]:
     """Yield the lines of a regular file behind its first `start` bytes, without a torn last one.
 
     Raises:
-        NotRegularError: See `look_at`; or a line has more than `MOST_BYTES` bytes.
+        NotRegularError: See `look_at`; or a line has more than `most_bytes` bytes.
     """
-    with open_regular(path) as file:
+    with open_regular(path, follow=follow) as file:
         file.seek(start)
-        while (line := file.readline(MOST_BYTES + 1)).endswith(b"\n"):
+        while (line := file.readline(most_bytes + 1)).endswith(b"\n"):
             yield line
-    if len(line) > MOST_BYTES:
-        raise NotRegularError(path, f"a line of more than {MOST_BYTES:,} bytes")
+    if len(line) > most_bytes:
+        raise NotRegularError(path, f"a line of more than {most_bytes:,} bytes")
 
 
 def names_in(folder: Path) -> list[str]:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from megatron_ext.files.loads import TRACE_FIELDS, Loads
-from megatron_ext.files.opening import open_regular
+from megatron_ext.files.opening import whole_lines
 from megatron_ext.files.schema import MOST_EXPERTS
 
 _FILE = re.compile(r"router_trace_rank(\d+)\.jsonl")
@@ -121,7 +121,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _read_rank(path: Path, rank: int) -> _Counts:
     counts: _Counts = {}
-    for number, line in _lines(path):
+    for number, line in enumerate(whole_lines(path, follow=True, most_bytes=_LONGEST), 1):
         try:
             record = json.loads(line)
             if not isinstance(record, dict) or "stage" not in record:
@@ -137,18 +137,6 @@ def _read_rank(path: Path, rank: int) -> _Counts:
     if not counts:
         raise ValueError(f"{path} has no line of stage {_STAGE!r}")
     return counts
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the whole lines; the last one may be torn."""
-    with open_regular(path, follow=True) as file:
-        number = 0
-        while line := file.readline(_LONGEST):
-            number += 1
-            if len(line) == _LONGEST:
-                raise ValueError(f"{path}, line {number} is longer than {_LONGEST} bytes")
-            if line.endswith(b"\n"):
-                yield number, line
 
 
 def _parse(record: Mapping[str, Any], rank: int) -> tuple[int, _Layer, np.ndarray]:
