@@ -89,28 +89,39 @@ class Section:
         return []
 
 
-def setting(
-    default: Any,
+def setting(default: Any, **allowed: Any) -> Any:
+    """Declare a field of a section, with its default and what `limits` takes."""
+    return field(default=default, metadata=limits(**allowed))
+
+
+def limits(
     *,
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
     below: float | None = None,
     choices: Sequence[str] = (),
-) -> Any:
-    """Declare a field of a section, with its default and the allowed numbers and words.
+) -> dict[str, Any]:
+    """Return the metadata of a field of any dataclass: the numbers and words that it allows.
 
     Numbers may equal `least` and `most`, but not `above` and `below`. A field with choices may be a
     number, too, if its type says so.
     """
-    limits = {">=": least, ">": above, "<=": most, "<": below}
-    return field(
-        default=default,
-        metadata={
-            "limits": {sign: limit for sign, limit in limits.items() if limit is not None},
-            "choices": tuple(choices),
-        },
-    )
+    by_sign = {">=": least, ">": above, "<=": most, "<": below}
+    return {
+        "limits": {sign: limit for sign, limit in by_sign.items() if limit is not None},
+        "choices": tuple(choices),
+    }
+
+
+def check_fields(values: Any) -> None:
+    """Check the types, ranges and choices that the fields of a dataclass declare.
+
+    Raises:
+        ValueError: With all problems.
+    """
+    if problems := field_problems(type(values), values):
+        raise ValueError("; ".join(problems))
 
 
 def field_problems(section: Any, values: Any, names: Collection[str] | None = None) -> list[str]:
@@ -137,7 +148,7 @@ _HOLDS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.
 
 @dataclass(frozen=True)
 class _Rule:
-    """What a field's annotation and `setting` allow."""
+    """What a field's annotation and `limits` allow."""
 
     name: str
     """Of the field."""

@@ -7,7 +7,7 @@ logical experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import rank_sends
 from megatron_ext.balance.plan import BalancePlan
-from megatron_ext.config import field_problems
+from megatron_ext.config import check_fields, limits, setting
 
 _PICOSECONDS = 1e12
 _MOST_EXPERT_S, _MOST_TOKEN_S = 1e5, 100.0
@@ -27,29 +27,20 @@ with larger costs a layer's picoseconds would not fit int64."""
 class LayerCosts:
     """Costs in time of one MoE layer's forward, on one machine, with one model."""
 
-    expert_bytes: int
+    expert_bytes: int = field(metadata=limits(least=0))
     """Bytes of one expert's weights; the home rank sends them for each replica."""
-    link_bandwidth: float
+    link_bandwidth: float = field(metadata=limits(above=0))
     """Bytes per second that a rank sends to, or receives from, its peers."""
-    assignment_time: float
+    assignment_time: float = field(metadata=limits(above=0))
     """Seconds of expert computation per assignment."""
-    token_bytes: int = 0
+    token_bytes: int = setting(0, least=0)
     """Bytes of one token's hidden state, sent there and back."""
-    token_bandwidth: float | None = None
+    token_bandwidth: float | None = setting(None, above=0)
     """Bytes per second of tokens, if tokens and weights use different links; None: the same."""
 
     def __post_init__(self) -> None:
         """Check each number."""
-        if problems := field_problems(type(self), self):
-            raise ValueError("; ".join(problems))
-        for name, least in (("expert_bytes", 0), ("token_bytes", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be >= {least}")
-        for name in ("link_bandwidth", "assignment_time"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be > 0")
-        if self.token_bandwidth is not None and self.token_bandwidth <= 0:
-            raise ValueError(f"token_bandwidth ({self.token_bandwidth}) must be > 0")
+        check_fields(self)
         for names, seconds, most in (
             ("expert_bytes / link_bandwidth", self._expert_s, _MOST_EXPERT_S),
             ("2 token_bytes / token_bandwidth", self._token_s, _MOST_TOKEN_S),

@@ -9,9 +9,9 @@ then slots:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from megatron_ext.config import field_problems
+from megatron_ext.config import check_fields, limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,16 +23,16 @@ class ExpertLayout:
     (3, 6)
     """
 
-    num_experts: int
+    num_experts: int = field(metadata=limits(least=1))
     """Logical experts (E)."""
 
-    ep_size: int
+    ep_size: int = field(metadata=limits(least=1))
     """Ranks of the EP group (R)."""
 
-    slots: int
+    slots: int = field(metadata=limits(least=0))
     """Replicas a rank can hold at a time (S)."""
 
-    nvlink_domain: int
+    nvlink_domain: int = field(metadata=limits(least=1))
     """Ranks per NVLink domain; `ep_size` for one domain. Replicas stay in their home's domain."""
 
     def __post_init__(self) -> None:
@@ -41,11 +41,7 @@ class ExpertLayout:
         Raises:
             ValueError: A rule is broken; the message names the rule, the field and the value.
         """
-        if problems := field_problems(type(self), self):
-            raise ValueError("; ".join(problems))
-        for name, least in (("num_experts", 1), ("ep_size", 1), ("slots", 0), ("nvlink_domain", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be >= {least}")
+        check_fields(self)
         if self.num_experts % self.ep_size:
             raise ValueError(
                 f"num_experts ({self.num_experts}) must be a multiple of ep_size ({self.ep_size})"

@@ -17,15 +17,14 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from megatron_ext.config import field_problems
+from megatron_ext.config import field_problems, limits
 from megatron_ext.files.json_files import read_json
 
 MANIFEST = "manifest.json"
 BYTES = "bytes"
 
-_COUNT: Any = {"limits": {">=": 0}}
+_COUNT = limits(least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class Manifest:
 
     folder: Path
     tokenizer: str
-    vocab_size: int = field(metadata={"limits": {">=": 1}})
+    vocab_size: int = field(metadata=limits(least=1))
     """Number of token ids, eod included."""
     eod: int | None = field(metadata=_COUNT)
     """Id of the token that ends each document; None of datasets made elsewhere."""

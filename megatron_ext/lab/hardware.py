@@ -11,14 +11,14 @@ All constants of `Hardware` are needed; there are no defaults, so that none is o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
 
 from megatron_ext.balance.strategies import STRATEGIES
+from megatron_ext.config import check_fields, limits
 from megatron_ext.files.recipes import shipped_recipes
 from megatron_ext.files.yaml_files import find_file, read_into, read_yaml
 from megatron_ext.trainer.config import TrainConfig
@@ -30,9 +30,9 @@ FIXED_SOLVE = 0.42
 """Part of `solve_us` that any number of ranks takes; the rest grows with the ranks. Source: an
 H100 takes 20.4 us for 8 ranks and 41.3 for 64."""
 
-_WHOLE = ("domain_ranks", "server_ranks", "relay_threshold")
-_MOST_WHOLE = 1_000_000
-"""Far more ranks than any machine has."""
+_POSITIVE, _SHARE = limits(above=0), limits(above=0, most=1)
+_MOST_RANKS = 1_000_000
+"""Far more than any machine has."""
 
 
 @dataclass
@@ -57,73 +57,55 @@ class Hardware:
 
     name: str
     summary: str
-    sources: Mapping[str, str]
+    sources: dict[str, str]
     """Source of each constant below: a paper's section, a data sheet, a measurement, a guess."""
 
-    domain_ranks: int
+    domain_ranks: int = field(metadata=limits(least=1, most=_MOST_RANKS))
     """Ranks that reach each other over the fast links."""
-    server_ranks: int
+    server_ranks: int = field(metadata=limits(least=1, most=_MOST_RANKS))
     """Ranks of a server, which a job asks for as one machine."""
-    memory_bytes: float
+    memory_bytes: float = field(metadata=_POSITIVE)
     """Memory of a rank."""
-    peak_flops_per_s: float
+    peak_flops_per_s: float = field(metadata=_POSITIVE)
     """Peak of a rank in dense matrix products."""
-    expert_efficiency: float
+    expert_efficiency: float = field(metadata=_SHARE)
     """Share of the peak that experts reach. Work: their matrix products. Time: also the activation
     function and weighing by the router's probabilities."""
-    dense_efficiency: float
+    dense_efficiency: float = field(metadata=_SHARE)
     """Share of the peak that dense parts reach. Work: matrix products and attention. Time: also
     norms, sums, mask, softmax and router. It holds for logits too, with the time of the loss."""
-    memory_bandwidth: float
+    memory_bandwidth: float = field(metadata=_POSITIVE)
     """Bytes per second that a rank reads and writes where it only moves bytes."""
-    optimizer_bandwidth: float
+    optimizer_bandwidth: float = field(metadata=_POSITIVE)
     """Bytes per second (`ModelShape.optimizer_bytes`) in an optimizer's step, which clips and
     clears gradients too."""
-    token_bandwidth: float
+    token_bandwidth: float = field(metadata=_POSITIVE)
     """Bytes per second that a rank sends in dispatch and combine within the domain, as reached. The
     time includes bringing tokens into the order of experts and back."""
-    weight_bandwidth: float
+    weight_bandwidth: float = field(metadata=_POSITIVE)
     """Bytes per second that a rank sends as replicas within the domain, as reached."""
-    outer_bandwidth: float
+    outer_bandwidth: float = field(metadata=_POSITIVE)
     """Bytes per second that a rank sends out of its domain, as reached."""
-    overlap: float
+    overlap: float = field(metadata=limits(least=0, most=1))
     """Share of a computation that can hide a transfer: 0 where ranks copy by themselves."""
-    relay_threshold: int
+    relay_threshold: int = field(metadata=limits(least=0, most=_MOST_RANKS))
     """Most sends of a rank without relays (`transport/relay.py`)."""
-    solve_us: Mapping[str, float]
+    solve_us: dict[str, float]
     """Microseconds of planning one load of 64 ranks and 256 experts, by strategy. For a strategy
     without an entry, a simulation takes the time that its own planning took."""
 
     def __post_init__(self) -> None:
         """Check every constant."""
-        for name in constants():
-            value = getattr(self, name)
-            if name == "solve_us":
-                numbers = {f"solve_us.{strategy}": time for strategy, time in value.items()}
-            else:
-                numbers = {name: value}
-            least = 0.0 if name in ("overlap", "solve_us", "relay_threshold") else None
-            most = 1.0 if name == "overlap" or name.endswith("_efficiency") else math.inf
-            if name in _WHOLE:
-                most = _MOST_WHOLE
-            for label, number in numbers.items():
-                _check_number(label, number, least, most)
+        check_fields(self)
+        for strategy, time in self.solve_us.items():
+            if not 0 <= time < math.inf:
+                raise ValueError(f"solve_us.{strategy} ({time}) must be >= 0 and finite")
 
 
 def constants() -> list[str]:
     """Names of the constants, in their order."""
     described = ("name", "summary", "sources")
-    return [field.name for field in fields(Hardware) if field.name not in described]
-
-
-def _check_number(label: str, number: Any, least: float | None, most: float) -> None:
-    if isinstance(number, bool) or not isinstance(number, int | float) or math.isnan(number):
-        raise ValueError(f"{label} ({number!r}) must be a number")
-    fits = number > 0 if least is None else number >= least
-    if not fits or number > most or math.isinf(number):
-        rule = "> 0" if least is None else f">= {least:g}"
-        limit = "finite" if math.isinf(most) else f"<= {most:g}"
-        raise ValueError(f"{label} ({number}) must be {rule} and {limit}")
+    return [each.name for each in fields(Hardware) if each.name not in described]
 
 
 def read_hardware(name_or_file: str) -> Hardware:
@@ -175,9 +157,6 @@ def _hardware(content: dict[str, Any], path: Path) -> Hardware:
         raise ValueError(
             f"{path}: solve_us of unknown strategy {unknown[0]!r}; known: {strategies}"
         )
-    for name in _WHOLE:
-        if not isinstance(values[name], int):
-            raise ValueError(f"{path}: {name} ({values[name]!r}) must be a whole number")
     try:
         return Hardware(name=path.stem, summary=filed.summary, sources=sources, **values)
     except ValueError as error:

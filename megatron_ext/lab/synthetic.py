@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from megatron_ext.arguments import did_you_mean
+from megatron_ext.config import check_fields, limits, setting
 from megatron_ext.files.loads import Loads
 
 Law: TypeAlias = Callable[[float], np.ndarray]
@@ -47,40 +48,32 @@ _MISS = 0.01
 class LoadSpec:
     """What to generate; see `KINDS` for what a kind makes of it."""
 
-    ranks: int
-    experts: int
-    tokens: int = 8192
-    top_k: int = 8
-    batch: int = 1
-    seed: int = 0
-    exponent: float = 0.8
+    ranks: int = field(metadata=limits(least=1))
+    experts: int = field(metadata=limits(least=1))
+    tokens: int = setting(8192, least=1)
+    top_k: int = setting(8, least=1)
+    batch: int = setting(1, least=1)
+    seed: int = setting(0, least=0)
+    exponent: float = setting(0.8, least=0, most=_STEEPEST)
     """Exponent of the law of popularity; the larger, the steeper."""
     imbalance: float | None = None
     """Busiest rank / mean without balancing, of every load; chosen instead of the exponent."""
-    share: float = 0.25
+    share: float = setting(0.25, above=0, below=1)
     """Share of ranks that are cold, or of experts that are dead."""
     by_chance: bool = True
     """Whether tokens draw their choices; if not, loads are as popularity is, up to rounding."""
 
     def __post_init__(self) -> None:
         """Check the rules that hold for all kinds."""
-        for name in ("ranks", "experts", "tokens", "top_k", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be >= 1")
+        check_fields(self)
         if self.experts % self.ranks:
             raise ValueError(f"experts ({self.experts}) must be a multiple of ranks ({self.ranks})")
         if self.top_k > self.experts:
             raise ValueError(f"top_k ({self.top_k}) must be <= experts ({self.experts})")
-        if self.seed < 0:
-            raise ValueError(f"seed ({self.seed}) must be >= 0")
-        if not 0 <= self.exponent <= _STEEPEST:
-            raise ValueError(f"exponent ({self.exponent}) must be from 0 to {_STEEPEST}")
         if self.imbalance is not None and not 1 <= self.imbalance <= self.ranks:
             raise ValueError(
                 f"imbalance ({self.imbalance}) must be from 1 to the number of ranks ({self.ranks})"
             )
-        if not 0 < self.share < 1:
-            raise ValueError(f"share ({self.share}) must be between 0 and 1")
 
 
 def make_spec(kind: str, **given: Any) -> LoadSpec:

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_ext.config import field_problems
+from megatron_ext.config import field_problems, setting
 from megatron_ext.files.json_files import read_json
 from megatron_ext.files.opening import names_in
 from megatron_ext.files.whole import write_whole
@@ -192,7 +192,7 @@ class Status:
     """The main thread's place in the program: function, file and line."""
     waits: bool = False
     """Whether the main thread waits for other ranks in `line`."""
-    state: str = field(default=RUNNING, metadata={"choices": (RUNNING, DONE, FAILED, GAVE_UP)})
+    state: str = setting(RUNNING, choices=(RUNNING, DONE, FAILED, GAVE_UP))
     reason: str = ""
     """The reason of a failure, in one line."""
 

@@ -88,10 +88,10 @@ def test_what_else_is_asked_for_holds():
     [
         ("expert_bytes", -1, ">= 0"),
         ("token_bytes", -1, ">= 0"),
-        ("expert_bytes", "1", "a whole number"),
+        ("expert_bytes", "1", "a whole number >= 0"),
         ("link_bandwidth", 0.0, "> 0"),
-        ("link_bandwidth", float("nan"), "a finite number"),
-        ("assignment_time", float("inf"), "a finite number"),
+        ("link_bandwidth", float("nan"), "a finite number > 0"),
+        ("assignment_time", float("inf"), "a finite number > 0"),
     ],
 )
 def test_wrong_costs(name, value, rule):

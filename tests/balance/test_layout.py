@@ -13,7 +13,7 @@ def make(**changes):
 
 @pytest.mark.parametrize("value", [1.0, "1", True, None])
 def test_numbers_that_are_not_whole(value):
-    with pytest.raises(ValueError, match=rf"^slots \({value!r}\) must be a whole number$"):
+    with pytest.raises(ValueError, match=rf"^slots \({value!r}\) must be a whole number >= 0$"):
         make(slots=value)
 
 

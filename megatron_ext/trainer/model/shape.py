@@ -5,10 +5,10 @@ Letters: H hidden, F width inside an expert, E logical experts, K choices of a t
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_ext.config import check_fields, limits, setting
 from megatron_ext.data.tokenizer import padded_vocab_size
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.data import open_data
@@ -26,6 +26,9 @@ FP8 or FP4 stands for a model in bf16 with experts that compute by it. An amax, 
 a tensor, is left out."""
 
 
+_POSITIVE = limits(least=1)
+
+
 @dataclass(kw_only=True)
 class ModelShape:
     """A model and how its training is spread. All but the first two have to be given.
@@ -34,45 +37,35 @@ class ModelShape:
     """
 
     name: str = ""
-    num_dense_layers: int = 0
+    num_dense_layers: int = setting(0, least=0)
     """Layers with one FFN of `dense_hidden_size` instead of experts."""
-    dense_hidden_size: int = 0
-    num_layers: int
-    hidden_size: int
-    attention_params: int
+    dense_hidden_size: int = setting(0, least=0)
+    num_layers: int = field(metadata=_POSITIVE)
+    hidden_size: int = field(metadata=_POSITIVE)
+    attention_params: int = field(metadata=_POSITIVE)
     """Weights of the projections of one layer's attention."""
-    attention_width: int
+    attention_width: int = field(metadata=_POSITIVE)
     """Heads x the mean of the widths of a query and of a value."""
-    num_experts: int
-    topk: int
-    expert_hidden_size: int
-    shared_expert_hidden_size: int
+    num_experts: int = field(metadata=_POSITIVE)
+    topk: int = field(metadata=_POSITIVE)
+    expert_hidden_size: int = field(metadata=_POSITIVE)
+    shared_expert_hidden_size: int = field(metadata=limits(least=0))
     is_gated: bool
     """Whether FFNs have two matrices into their width (SwiGLU) instead of one."""
-    vocab_size: int
+    vocab_size: int = field(metadata=limits(least=0))
     """0 leaves embedding and logits out."""
-    sequence_length: int
-    precision: str
-    pp_size: int
-    vpp_size: int
-    recompute: str
+    sequence_length: int = field(metadata=_POSITIVE)
+    precision: str = field(metadata=limits(choices=tuple(REPLICA_BYTES)))
+    pp_size: int = field(metadata=_POSITIVE)
+    vpp_size: int = field(metadata=_POSITIVE)
+    recompute: str = field(metadata=limits(choices=("none", "selective", "full")))
     distributed_optimizer: bool
-    num_microbatches: int
+    num_microbatches: int = field(metadata=_POSITIVE)
     """Microbatches of a step, for each data-parallel rank."""
 
     def __post_init__(self) -> None:
         """Check every number."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            least = 0 if field.name in _MAY_BE_ZERO else 1
-            if field.type == "int" and not value >= least:
-                raise ValueError(f"{field.name} ({value}) must be >= {least}")
-        for name, known in (
-            ("precision", tuple(REPLICA_BYTES)),
-            ("recompute", ("none", "selective", "full")),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be {' or '.join(known)}")
+        check_fields(self)
         if self.num_dense_layers >= self.num_layers:
             raise ValueError(
                 f"num_dense_layers ({self.num_dense_layers}) must be < num_layers "
@@ -157,9 +150,6 @@ class ModelShape:
         weight once in its own type.
         """
         return 7 * 4 + self.element_bytes
-
-
-_MAY_BE_ZERO = ("num_dense_layers", "dense_hidden_size", "shared_expert_hidden_size", "vocab_size")
 
 
 def shape_of(config: TrainConfig, name: str) -> ModelShape:
