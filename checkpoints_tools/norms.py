@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,12 @@ from checkpoints_tools.pickles import read_object
 from checkpoints_tools.relayout import PARTS
 
 
-def expert_norms(
-    path: str | Path, on_bytes: Callable[[int], object] = lambda num_bytes: None
-) -> dict[int, list[float]]:
+def expert_norms(path: str | Path) -> dict[int, list[float]]:
     """Return the Frobenius norm of each expert: all its weights and biases, without the optimizer.
 
     Args:
         path: A checkpoint, a folder of checkpoints, or a run directory. From a folder the newest
             checkpoint is taken.
-        on_bytes: Called with the number of bytes that were read since the last call.
 
     Returns:
         By layer, counted from 1, the norm of expert 0, 1, ...
@@ -48,7 +44,6 @@ def expert_norms(
             of_layer = squares.setdefault(layer, {})
             for expert, weights in enumerate(experts, offset[1]):
                 of_layer[expert] = of_layer.get(expert, 0.0) + _sum_of_squares(weights)
-        on_bytes(stored.length)
     return {
         layer: [math.sqrt(of_layer[expert]) for expert in sorted(of_layer)]
         for layer, of_layer in sorted(squares.items())

@@ -270,6 +270,11 @@ def allowed_values(section: Any) -> dict[str, str]:
     return {rule.name: rule.allowed for rule in _rules(section)}
 
 
+def unless_auto(value: Any) -> Any:
+    """Return the value of a setting; None for `auto`, with which the program chooses it."""
+    return None if value == "auto" else value
+
+
 class ConfigError(ValueError):
     """Everything that is wrong with a configuration, one line a problem: setting, value, rule."""
 
@@ -434,21 +439,6 @@ class BalanceConfig(Section):
     def wait_limit_s(self) -> float | None:
         """Longest wait for another rank's part of a replica, in seconds; None if as the group's."""
         return None if self.timeout_s == "auto" else float(self.timeout_s)
-
-    @property
-    def symmetric_backend(self) -> str | None:
-        """Backend of torch's symmetric memory; None if as torch is set."""
-        return None if self.symmetric_memory == "auto" else self.symmetric_memory
-
-    @property
-    def adding_share(self) -> float | None:
-        """Share of a GPU that adds gradients; None if as the GPU's architecture wants it."""
-        return None if self.grad_reduce_share == "auto" else float(self.grad_reduce_share)
-
-    @property
-    def copying_blocks(self) -> int | None:
-        """Blocks that copy weights; None if as the GPU's architecture wants it."""
-        return None if self.push_blocks == "auto" else int(self.push_blocks)
 
     @property
     def lines_every(self) -> int:

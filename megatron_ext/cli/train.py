@@ -145,10 +145,11 @@ def _imbalance(asked: float | None, ep_size: int) -> float:
 
 def _budget(config: TrainConfig) -> dict[str, Any]:
     """Return what moving replicas takes of a GPU: as given, else for each architecture."""
+    from megatron_ext.config import unless_auto
     from megatron_ext.transport.gpus import BUDGETS, budget_of
 
     balance = config.balance
-    asked = balance.copying_blocks, balance.adding_share
+    asked = unless_auto(balance.push_blocks), unless_auto(balance.grad_reduce_share)
     of_gpus = {f"{major}.x": budget_of((major, 0), *asked) for major in BUDGETS}
     return {
         name: given if given is not None else {gpu: getattr(of_gpus[gpu], name) for gpu in of_gpus}

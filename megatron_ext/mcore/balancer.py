@@ -26,7 +26,7 @@ from megatron_ext.balance.planner import LayerPlanner, plan_layout
 from megatron_ext.balance.reroute import RoutingMaps
 from megatron_ext.balance.slots import SlotBuffers, shared_slot_buffers
 from megatron_ext.balance.strategies import PlanSettings
-from megatron_ext.config import COST_UNITS, BalanceConfig
+from megatron_ext.config import COST_UNITS, BalanceConfig, unless_auto
 from megatron_ext.mcore.experts import ExpertWeights, finish_parameter_gather, run_experts
 from megatron_ext.transport import GathersRows, TransportOptions
 from megatron_ext.transport.reach import gather
@@ -90,17 +90,16 @@ class LayerBalancer:
                 ep_group=self.ep_group,
                 transport=self.transport,
                 options=TransportOptions(
-                    push_blocks=self.balance.copying_blocks,
-                    grad_reduce_share=self.balance.adding_share,
+                    push_blocks=unless_auto(self.balance.push_blocks),
+                    grad_reduce_share=unless_auto(self.balance.grad_reduce_share),
                     timeout_s=self.balance.wait_limit_s,
                     domain_ranks=self.layout.nvlink_domain,
-                    symmetric_memory=self.balance.symmetric_backend,
+                    symmetric_memory=unless_auto(self.balance.symmetric_memory),
                 ),
                 set_name=self.set_name,
             )
-        limit = self.balance.max_in_flight
         self.virtual_layers = VirtualLayers(
-            None if limit == "auto" else int(limit),
+            unless_auto(self.balance.max_in_flight),
             # Not a method: the balancer would hold itself.
             partial(_virtual_layer, self.buffers),
         )

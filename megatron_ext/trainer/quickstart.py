@@ -33,7 +33,7 @@ from megatron_ext.files.json_files import json_text
 from megatron_ext.files.loads import read_loads
 from megatron_ext.files.run_dir import TRACE_FOLDER
 from megatron_ext.files.whole import write_whole
-from megatron_ext.trainer.compose import load_config
+from megatron_ext.trainer.compose import load_config, said_in_lines
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.progress import TrainingProgress
 from megatron_ext.trainer.logs.rank_logs import keep_output
@@ -67,7 +67,7 @@ def main(overrides: Sequence[str] | None = None) -> None:
     """
     quiet_megatron()
     overrides = list(sys.argv[1:] if overrides is None else overrides)
-    with ExitStack() as held:
+    with ExitStack() as held, said_in_lines():
         try:
             enable_cpu_platform()
             runs = {
@@ -78,21 +78,18 @@ def main(overrides: Sequence[str] | None = None) -> None:
                 ["balance=none", "data.reverse_samples=true", *overrides], config_name="quickstart"
             )
             folder = give_each_a_folder(runs)
-            if not has_data(runs["none"]):
-                build_data(Path(runs["none"].data.path))
-            num_ranks = runs["none"].parallel.ep_size
             if steps := runs["none"].profile.steps:
                 raise ConfigError(
                     [f"profile.steps ({steps}) must be 0: the runs of a quickstart take turns"]
                 )
+            if not has_data(runs["none"]):
+                build_data(Path(runs["none"].data.path))
+            num_ranks = runs["none"].parallel.ep_size
             for config in runs.values():
                 config.logging.trace_steps = COMPARED_STEPS  # Choices are compared as well.
                 config.overwrite = True  # Its runs never go on from others.
                 validate(config, num_ranks=num_ranks)
                 held.enter_context(hold_run_dir(config))
-        except ConfigError as error:
-            sys.stderr.write("".join(f"error: {problem}\n" for problem in error.problems))
-            raise SystemExit(2) from None
         except RuntimeError as error:
             raise SystemExit(f"error: {error}") from None
         launch_ranks(train_in_turn, runs, num_ranks=num_ranks)
