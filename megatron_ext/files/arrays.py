@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,7 +157,7 @@ def _read_array(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> np.ndar
     return values
 
 
-def write_arrays(path: Path, arrays: dict[str, Tensor], *, overwrite: bool) -> None:
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray | Tensor], *, overwrite: bool) -> None:
     """Write arrays by name into an .npz file, whole or not at all.
 
     Raises:
@@ -175,7 +175,7 @@ def write_arrays(path: Path, arrays: dict[str, Tensor], *, overwrite: bool) -> N
             with archive:
                 for name, value in arrays.items():
                     with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                        np.lib.format.write_array(member, value.numpy(), allow_pickle=False)
+                        np.lib.format.write_array(member, np.asarray(value), allow_pickle=False)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from megatron_ext.files.arrays import write_arrays
 from megatron_ext.files.schema import Array, Schema
@@ -47,8 +46,8 @@ def write_layout(path: Path, layout: Mapping[int, np.ndarray], *, overwrite: boo
         FileExistsError: The file exists and is not to be replaced.
     """
     arrays = {
-        "layer": torch.tensor(list(layout)),
-        "expert": torch.from_numpy(np.stack(list(layout.values()))),
+        "layer": np.array(list(layout)),
+        "expert": np.stack(list(layout.values())),
     }
     write_arrays(path, arrays, overwrite=overwrite)
 

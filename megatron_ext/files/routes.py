@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from megatron_ext.files.arrays import find_arrays, write_arrays
 from megatron_ext.files.schema import Array, Schema
@@ -161,5 +160,4 @@ def write_routes(path: Path, routes: Routes, *, overwrite: bool = False) -> None
         "choice": routes.choice,
         "sizes": np.array([routes.vocab_size, routes.num_experts], dtype=np.int64),
     }
-    tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
-    write_arrays(path, tensors, overwrite=overwrite)
+    write_arrays(path, arrays, overwrite=overwrite)

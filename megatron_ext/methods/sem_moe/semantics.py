@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from megatron_ext.balance.strategies.strategy import StaysMegatron, Strategy
 from megatron_ext.files.arrays import write_arrays
@@ -89,8 +88,7 @@ def write_semantics(path: Path, semantics: Semantics, *, overwrite: bool = False
     """
     arrays = {"layer": np.array(semantics.layers, dtype=np.int64)} | vars(semantics)
     del arrays["layers"]
-    tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
-    write_arrays(path, tensors, overwrite=overwrite)
+    write_arrays(path, arrays, overwrite=overwrite)
 
 
 SEM_MOE = Strategy(
