@@ -30,7 +30,7 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
     with_strategy = f"balance.strategy={balance.strategy}"
     if isinstance(kind, ForcesEven):
         # Only the choices differ from Megatron's own layer: no plans, no slots, no replicas.
-        return _expert_problems(config) + _broken(MUST_BE_TO_FORCE, config, with_strategy)
+        return _expert_problems(config) + broken(MUST_BE_TO_FORCE, config, with_strategy)
     problems = []
     for check in (partial(_check_strategy, balance), _check_gpu):
         try:
@@ -48,11 +48,11 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
             f"balance.nvlink_domain ({balance.nvlink_domain}) must divide "
             f"expert_model_parallel_size ({ep_size})"
         )
-    problems += _broken(MUST_BE, config, with_strategy) + _capacity_problems(config, balance)
+    problems += broken(MUST_BE, config, with_strategy) + _capacity_problems(config, balance)
     if balance.costs_to_measure:
-        problems += _broken(MUST_BE_TO_MEASURE, config, "balance.objective=time")
+        problems += broken(MUST_BE_TO_MEASURE, config, "balance.objective=time")
     for setting, rules in of_methods("LIMITS", balance).items():
-        problems += _broken(rules, config, setting)
+        problems += broken(rules, config, setting)
     return problems
 
 
@@ -133,7 +133,7 @@ def _transport_problems(balance: BalanceConfig, config: Any) -> list[str]:
         return []
     problems = []
     if not transport.adds_float16:
-        problems += _broken(MUST_BE_TO_ADD, config, f"transport {transport.name}")
+        problems += broken(MUST_BE_TO_ADD, config, f"transport {transport.name}")
     strategy = STRATEGIES.get(balance.strategy)
     if strategy is not None and transport.max_slots is not None:
         slots = strategy.num_slots(balance.slots, (config.num_moe_experts or 0) // ep_size)
@@ -182,7 +182,7 @@ class Demand(NamedTuple):
         )
 
 
-def _broken(rules: tuple[Demand, ...], config: Any, with_setting: str) -> list[str]:
+def broken(rules: tuple[Demand, ...], config: Any, with_setting: str) -> list[str]:
     """Return the problems of all rules that `config` breaks."""
     return [problem for rule in rules if (problem := rule.problem(config, with_setting))]
 

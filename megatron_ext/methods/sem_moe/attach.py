@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.config import BalanceConfig
+from megatron_ext.mcore.limits import Demand, broken
 from megatron_ext.methods.sem_moe.semantics import Semantics
 from megatron_ext.methods.sem_moe.tokens import LayerTables, predict, rebatch, resume
 
@@ -223,25 +224,23 @@ def validate_for_rebatching(config: Any, balance: BalanceConfig | None) -> list[
             f"balance.strategy ({strategy.name}) must not predict with token re-batching: a "
             "layer's tokens are not those of the layer before it, whose routing would be compared"
         )
-    problems += [
-        f"{name} ({getattr(config, name)!r}) must be one of {allowed} with token re-batching: "
-        f"{reason}"
-        for name, allowed, reason in _ONE_OF_FOR_REBATCHING
-        if getattr(config, name, allowed[0]) not in allowed
-    ]
-    return problems
+    return problems + broken(_FOR_REBATCHING, config, "token re-batching")
 
 
-_ONE_OF_FOR_REBATCHING: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("expert_tensor_parallel_size", (1, None), "a rank must have whole experts"),
-    (
+_FOR_REBATCHING = (
+    Demand(
+        "expert_tensor_parallel_size",
+        (1,),
+        "a rank must have whole experts",
+        "set --expert-tensor-parallel-size 1",
+    ),
+    Demand(
         "moe_router_load_balancing_type",
         ("none", "aux_loss", "global_aux_loss"),
         "others look at tokens of one sample, or of one rank, together",
     ),
-    ("moe_expert_capacity_factor", (None,), "which tokens are dropped would change"),
-    ("moe_enable_routing_replay", (False,), "choices are replayed by place, not by token"),
-    ("overlap_moe_expert_parallel_comm", (False,), "it runs a layer's parts without the layer"),
-    ("cuda_graph_impl", ("none",), "the all-to-all is decided on the host"),
+    Demand("moe_expert_capacity_factor", (None,), "which tokens are dropped would change"),
+    Demand("moe_enable_routing_replay", (False,), "choices are replayed by place, not by token"),
+    Demand("overlap_moe_expert_parallel_comm", (False,), "it runs the parts of a layer alone"),
+    Demand("cuda_graph_impl", ("none",), "the all-to-all is decided on the host"),
 )
-"""(field of TransformerConfig, values it may have, why). A field that Megatron lacks is fine."""

@@ -335,11 +335,11 @@ def test_ids_that_are_not_given() -> None:
         ),
         (
             dict(moe_router_load_balancing_type="seq_aux_loss"),
-            "moe_router_load_balancing_type ('seq_aux_loss') must be one of ('none', 'aux_loss'",
+            "moe_router_load_balancing_type ('seq_aux_loss') must be 'none' or 'aux_loss'",
         ),
         (
             dict(moe_expert_capacity_factor=1.0, moe_router_load_balancing_type="aux_loss"),
-            "moe_expert_capacity_factor (1.0) must be one of (None,)",
+            "moe_expert_capacity_factor (1.0) must be None",
         ),
     ],
 )
