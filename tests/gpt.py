@@ -15,7 +15,7 @@ import gc
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -257,11 +257,11 @@ def build_gpt(
         "delay_wgrad_compute": config.delay_wgrad_compute
         or getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False),
     } | (ddp or {})
-    chunks = wrap_in_ddp(config, modules, ddp_config(run, **ddp))
+    chunks = wrap_in_ddp(config, modules, replace(ddp_config(run), **ddp))
     built = None
     if dtype not in (torch.float64, torch.float16):
         settings = dict(optimizer=optimizer) | (optimizer_settings or {})
-        built = get_megatron_optimizer(optimizer_config(run, **settings), chunks)
+        built = get_megatron_optimizer(replace(optimizer_config(run), **settings), chunks)
     return TinyGPT(chunks, built, config, dtype, micro_batch_size, seed)
 
 

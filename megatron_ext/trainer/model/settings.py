@@ -170,37 +170,35 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
     return transformer_class(config)(**settings)
 
 
-def ddp_config(config: TrainConfig, **megatron: Any) -> DistributedDataParallelConfig:
-    """Return the settings of Megatron's DDP: the run's, with `megatron` in their place."""
+def ddp_config(config: TrainConfig) -> DistributedDataParallelConfig:
+    """Return the settings of Megatron's DDP."""
     parallel = config.parallel
-    of_run: dict[str, Any] = {
-        "use_distributed_optimizer": parallel.distributed_optimizer,
-        "overlap_grad_reduce": parallel.overlap_grad_reduce,
-        "overlap_param_gather": parallel.overlap_param_gather,
-        "grad_reduce_in_fp32": config.model.precision == "bf16",
-        "delay_wgrad_compute": any(config.megatron.get(name) for name in DELAYS),
-    }
-    return DistributedDataParallelConfig(**(of_run | megatron))
+    return DistributedDataParallelConfig(
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        grad_reduce_in_fp32=config.model.precision == "bf16",
+        delay_wgrad_compute=any(config.megatron.get(name) for name in DELAYS),
+    )
 
 
-def optimizer_config(config: TrainConfig, **megatron: Any) -> OptimizerConfig:
-    """Return the settings of Megatron's optimizer: the run's, with `megatron` in their place."""
+def optimizer_config(config: TrainConfig) -> OptimizerConfig:
+    """Return the settings of Megatron's optimizer."""
     settings, parallel = config.optimizer, config.parallel
-    of_run: dict[str, Any] = {
-        "optimizer": "adam",
-        "lr": settings.lr,
-        "min_lr": settings.min_lr,
-        "weight_decay": settings.weight_decay,
-        "adam_beta1": settings.beta1,
-        "adam_beta2": settings.beta2,
-        "adam_eps": settings.eps,
-        "clip_grad": settings.clip_grad,
-        "bf16": config.model.precision == "bf16",
-        "params_dtype": _DTYPES[config.model.precision],
-        "use_distributed_optimizer": parallel.distributed_optimizer,
-        "overlap_param_gather": parallel.overlap_param_gather,
-    }
-    return OptimizerConfig(**(of_run | megatron))
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=config.model.precision == "bf16",
+        params_dtype=_DTYPES[config.model.precision],
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_param_gather=parallel.overlap_param_gather,
+    )
 
 
 def wrap_in_ddp(
