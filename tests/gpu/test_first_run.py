@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -19,11 +20,13 @@ import psutil
 import pytest
 import torch
 
+from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.ranks.launch import launch_ranks
 from tests.gpu.first_run import __main__ as first_run
 from tests.gpu.first_run import (
     abort,
+    beside,
     failing_rank,
     links,
     litmus,
@@ -40,7 +43,8 @@ from tests.gpu.first_run.environment import (
     launcher_environment,
     queues,
 )
-from tests.gpu.first_run.parts import JSON_FILE, Part, parts
+from tests.gpu.first_run.parts import BETWEEN_GPUS, JSON_FILE, Part, parts
+from tests.ranks import run_ranks
 from tests.trainer import dataset
 
 on_a_cpu = pytest.mark.skipif(
@@ -83,6 +87,7 @@ def test_it_goes_on_after_what_fails(tmp_path: Path) -> None:
     assert written["parts"][-1]["rows"] == [{"ms": 1.23456, "what": "a"}]
     text = (tmp_path / "first_run.md").read_text()
     assert "took too long 1 s" in text
+    assert "so it is" in text
     assert "1.235" in text
 
 
@@ -191,6 +196,37 @@ def test_parts_run_as_the_launcher_runs_trainings(
     assert "launches" in eight - one, "a layer is balanced over two GPUs or more"
 
 
+def parts_by_name(gpus: int) -> dict[str, Part]:
+    return {part.name: part for part in parts(gpus)}
+
+
+@pytest.mark.parametrize(("gpus", "most"), [(2, 2), (8, 8)])
+def test_several_gpus_begin_with_what_only_they_show(gpus: int, most: int) -> None:
+    names = [part.name for part in parts(gpus) if not part.left_out(gpus) or part.lacks]
+    expected = [name.format(most=most) for name in BETWEEN_GPUS]
+    there = [name for name in expected if name in names]
+    assert names[: len(there)] == there
+    assert {name for name in expected if name not in names} <= {"recipe", "parity_ep2_pp2"}
+    assert names.index("processes") > names.index("launches")
+    before = [part for part in parts(8)[:6] if part.name != "recipe"]
+    assert sum(part.limit_s for part in before) < 40 * 60, "the recipe begins within the hour"
+
+
+def test_no_wait_for_a_rank_is_longer_than_its_part() -> None:
+    """Else a run that stands still ends without a word about who waits for whom."""
+    for part in (*parts(1), *parts(8)):
+        program = part.command_for(Path("x.json"))[2].rpartition(".")[2]
+        if program in ("parity", "failing_rank", "abort", "recipe"):
+            settings = [word for word in part.command if "=" in word and "run_dir" not in word]
+            config = load_config([*settings, "balance=quota"], config_name="quickstart")
+            assert config.group_timeout.total_seconds() < part.limit_s or part.limit_s <= 240
+            assert config.timeout_s < part.limit_s - 60, part.name
+            assert config.balance.transport == "cuda", part.name
+        elif program in ("beside", "links"):
+            limit = {"beside": beside, "links": links}[program].LIMIT
+            assert limit.total_seconds() < part.limit_s - 60, part.name
+
+
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_parts_fit_a_machine_that_is_lent(gpus: int) -> None:
     assert all(part.limit_s <= 600 for part in parts(gpus) if part.gpus == 1)
@@ -242,7 +278,7 @@ def test_parts_need_what_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(parts_module.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(parts_module.shutil, "which", lambda name: name)
     assert not any(part.lacks for gpus in (1, 8) for part in parts(gpus))
-    assert [part.gpus for part in parts(8) if part.name in of_te] == [2, 8]
+    assert sorted(part.gpus for part in parts(8) if part.name in of_te) == [2, 8]
 
 
 ENDED = """
@@ -531,6 +567,7 @@ sys.argv[1:] = []
 for name in MODULES:
     importlib.import_module(name)
 from megatron_ext.trainer.ranks.launch import launch_ranks
+from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.trainer.compose import load_config
 load_config(["steps=1"], config_name="quickstart")
 """
@@ -585,6 +622,36 @@ def test_the_litmus_compiles(architecture: str, tmp_path: Path) -> None:
     command = [*litmus.compile_command(architecture), "-o", str(tmp_path / "litmus")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_launches_write_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.perf import launches
+
+    counted = {"quota": {"launches": 7}, "stock": {"launches": 5}}
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(launches, "count_on_gpus", lambda: counted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    file = tmp_path / "launches.json"
+    monkeypatch.setattr(sys, "argv", ["launches", "--json", str(file)])
+    launches.main()
+    assert first_run._read_rows(file) == [
+        {"run": "quota", "launches": 7},
+        {"run": "stock", "launches": 5},
+    ]
+
+
+def test_collectives_run_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one group would run one after the other, and so need fewer multiprocessors."""
+    groups = [mock.Mock(**{"size.return_value": 2, "rank.return_value": 0}) for _ in range(2)]
+    used = []
+    for name in ("all_to_all_single", "reduce_scatter_tensor"):
+        monkeypatch.setattr(
+            torch.distributed, name, lambda *_, group, **__: used.append(group) or mock.Mock()
+        )
+    monkeypatch.setattr(beside, "WORDS_A_RANK", 4)
+    beside.Collectives(*groups, torch.device("cpu")).start(0)
+    assert used == groups
 
 
 def test_transports_are_measured_side_by_side(tmp_path: Path) -> None:
@@ -735,19 +802,86 @@ def test_replicas_move_beside_collectives(tmp_path: Path) -> None:
     assert found["steps"] >= 10
 
 
-def test_a_recipe_is_trained_three_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    trained = []
-    shown = dict.fromkeys(recipe.SHOWN, 1.0)
+def steps_of(tokens_per_s: float, steps: int = 30) -> list[dict[str, float]]:
+    of_each = {"tokens_per_s": tokens_per_s, "imbalance_before": 1.5, "loss": 2.0}
+    return [{"step": step, **of_each} for step in range(1, steps + 1)]
+
+
+def test_a_recipe_says_how_much_of_ideal_it_gets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained: list[Any] = []
+    speeds = {"quota": 97.0, "ideal": 100.0, "none": 80.0}
+    written = tmp_path / "recipe.json"
     monkeypatch.setattr(recipe, "build_data", lambda path: None)
     monkeypatch.setattr(recipe, "train", trained.append)
-    monkeypatch.setattr(recipe, "read_metrics", lambda folder: [])
-    monkeypatch.setattr(recipe, "summarize", lambda metrics: shown)
-    rows = recipe.measure(recipe.RECIPE, 60, tmp_path)
-    assert [one["balance"] for one in rows] == ["none", "quota", "ideal"]
-    assert [(one.steps, one.balance.strategy) for one in trained] == [
-        (60, "none"),
-        (60, "quota"),
-        (60, "ideal"),
-    ]
+    monkeypatch.setattr(recipe, "what_was_used", lambda config: {"transport": "cuda"})
+    monkeypatch.setattr(
+        recipe, "read_metrics", lambda folder: steps_of(speeds[folder.name], trained[-1].steps)
+    )
+    asked = parts_by_name(8)["recipe"].command_for(written)
+    monkeypatch.setattr(sys, "argv", asked[asked.index("tests.gpu.first_run.recipe") :])
+    recipe.main()
+    rows = json.loads(written.read_text())["rows"]
+    assert [one["balance"] for one in rows] == ["quota", "ideal", "none"]
+    assert [one["of ideal"] for one in rows] == [0.97, 1.0, 0.8]
+    assert rows[0]["transport"] == "cuda"
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "quota trains 0.970 times as fast as ideal routing (0.970 to 0.970) and 1.212 times as "
+        "fast as none, at an imbalance of 1.50"
+    )
+    assert [one.balance.strategy for one in trained] == ["quota", "ideal", "none"]
     assert not any(one.type_problems() or one.relation_problems() for one in trained)
+    assert {one.balance.transport for one in trained} == {"cuda"}
+    assert all(one.overwrite for one in trained), "a second try of the part would be refused"
+
+
+def test_a_recipe_that_is_cut_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = tmp_path / "recipe.json"
+
+    def train(config: Any) -> None:
+        if config.balance.strategy == "none":
+            raise SystemExit(1)
+
+    monkeypatch.setattr(recipe, "build_data", lambda path: None)
+    monkeypatch.setattr(recipe, "train", train)
+    monkeypatch.setattr(recipe, "what_was_used", lambda config: {})
+    monkeypatch.setattr(recipe, "read_metrics", lambda folder: steps_of(100.0))
+    monkeypatch.setattr(sys, "argv", ["recipe", "--json", str(written)])
+    with pytest.raises(SystemExit):
+        recipe.main()
+    rows = json.loads(written.read_text())["rows"]
+    assert [(one["balance"], one["of ideal"]) for one in rows] == [("quota", 1.0), ("ideal", 1.0)]
+
+
+def most_bytes(rank: int, configs: list[Any]) -> list[int]:
+    """Return for each training how much its busiest rank would hold, at an imbalance of 1.5."""
+    enable_cpu_platform()
+    from megatron_ext.trainer.model.dry_run import dry_run
+
+    torch.distributed.destroy_process_group()
+    found = []
+    for config in configs:
+        (stage,) = dry_run(config, num_ranks=8, vocab_size=257, imbalances=(1.5,)).stages
+        found.append(stage.static + max(stage.activations.values()))
+    with tempfile.TemporaryDirectory() as folder:  # which a kept rank leaves
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+        )
+    return found
+
+
+@on_a_cpu
+def test_a_recipe_fits_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's local attention keeps its scores, of which the recipe has too many."""
+    monkeypatch.setattr(recipe, "lacks_te", lambda: "it is not here")
+    local = ["model.transformer_impl=local", "data.path=runs/data"]
+    trained = recipe.config_of(recipe.RECIPE, "none", 30, local)
+    as_it_stands = load_config(["balance=none", *local], config_name=recipe.RECIPE)
+    (smaller, larger) = run_ranks(most_bytes, 1, [trained, as_it_stands])[0]
+    assert smaller < 60e9 < 80e9 < larger
+    monkeypatch.setattr(recipe, "lacks_te", lambda: "")
+    with_engine = recipe.config_of(recipe.RECIPE, "none", 30, [])
+    assert with_engine.data.micro_batch_size == as_it_stands.data.micro_batch_size

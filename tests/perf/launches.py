@@ -420,26 +420,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="file for all numbers")
     file = parser.parse_args().json
-    rows: dict[str, Any]
+    rows: list[dict[str, Any]]
     if torch.cuda.is_available():
         if torch.cuda.device_count() < 2:
             parser.error("a layer is balanced over two GPUs or more, and here is one")
         file = file and file.absolute()
         os.chdir(ROOT)  # where the recipes are
-        rows = count_on_gpus()
-        for name, work in rows.items():
-            print(f"{name}, a step:", ", ".join(f"{count} {what}" for what, count in work.items()))
+        rows = [{"run": name, **work} for name, work in count_on_gpus().items()]
+        for row in rows:
+            print(row)
     else:
-        rows = {"quota": count(), "stock": count(None)}
+        layers = {"quota": count(), "stock": count(None)}
+        rows = [
+            {"layer": layer, "phase": phase, **work}
+            for layer, phases in layers.items()
+            for phase, work in phases.items()
+        ]
         print(f"{'':18}{'launches':>10}{'allocations':>13}{'syncs: Megatron':>17}{'ours':>6}")
-        for layer, phases in rows.items():
-            for phase, work in phases.items():
-                print(
-                    f"{layer + ', ' + phase:18}{work['launches']:10}{work['allocations']:13}"
-                    f"{len(work['megatrons_syncs']):17}{len(work['our_syncs']):6}"
-                )
+        for row in rows:
+            print(
+                f"{row['layer'] + ', ' + row['phase']:18}{row['launches']:10}"
+                f"{row['allocations']:13}{len(row['megatrons_syncs']):17}{len(row['our_syncs']):6}"
+            )
     if file is not None:
-        file.write_text(json.dumps(rows, indent=2) + "\n")
+        file.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

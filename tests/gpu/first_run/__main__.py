@@ -47,6 +47,11 @@ class Outcome:
     output: list[str] = field(default_factory=list)
     """The last lines that it said."""
 
+    @property
+    def last_line(self) -> str:
+        """The last line that is not empty: what the part has found, or why it failed."""
+        return next((line for line in reversed(self.output) if line.strip()), "")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; see tests/gpu/first_run.sh.
@@ -89,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes.append(outcome)
         write_results([*before, *outcomes], gpus, options.out)
         sys.stdout.write(f"{outcome.name}: {outcome.status} {outcome.why}".rstrip() + "\n")
+        if outcome.last_line:
+            sys.stdout.write(f"    {outcome.last_line}\n")
         sys.stdout.flush()
     sys.stdout.write(f"Written: {options.out / 'first_run.json'}, {options.out / 'first_run.md'}\n")
     return int(any(outcome.status in (FAILED, TOO_LONG) for outcome in outcomes))
@@ -203,10 +210,15 @@ def write_results(outcomes: Sequence[Outcome], gpus: int, out: Path) -> None:
     written.write_text(json.dumps(results, indent=1) + "\n")
     written.replace(out / "first_run.json")
     overview = [
-        (outcome.name, f"{outcome.status} {outcome.why}".rstrip(), f"{outcome.seconds:.0f}")
+        (
+            outcome.name,
+            f"{outcome.status} {outcome.why}".rstrip(),
+            f"{outcome.seconds:.0f}",
+            outcome.last_line,
+        )
         for outcome in outcomes
     ]
-    pieces = [markdown_table(("part", "outcome", "s"), overview)]
+    pieces = [markdown_table(("part", "outcome", "s", "its last line"), overview)]
     for outcome in outcomes:
         if outcome.rows:
             columns = list(dict.fromkeys(key for row in outcome.rows for key in row))

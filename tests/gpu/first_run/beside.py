@@ -4,8 +4,8 @@
 
 All ranks push and pull random replicas, in the memory of one GPU a rank or of one that they share
 (`one_gpu.py`), and compare every value; beside it an all-to-all and a reduce-scatter run all the
-time. Before each step ranks sleep, most of them not, some up to a second. What stands still ends
-with the part's time limit.
+time, each of a group of its own, as in training. Before each step ranks sleep, most of them not,
+some up to a second. A wait that lasts longer than `LIMIT` ends with an error that names the rank.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import random
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -24,6 +25,9 @@ from megatron_ext.trainer.ranks.launch import join_ranks
 from megatron_ext.transport import TransportOptions, make_transport
 from tests.gpu.one_gpu import launch
 from tests.transport.test_transports import LARGE, SHAPES, Side, random_transfers
+
+LIMIT = timedelta(seconds=60)
+"""Of a wait for another rank, in a kernel or a collective: less than the part may last."""
 
 STEPS_BETWEEN_LOOKS = 10
 """At the clock, which all ranks must read alike."""
@@ -44,14 +48,14 @@ def main() -> None:
 
 def move(seconds: float, file: Path | None) -> None:
     """Be one rank."""
-    with join_ranks():
+    with join_ranks(LIMIT):
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        device = torch.device("cpu")
+        name, device = "shared_memory", torch.device("cpu")
         if torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())
+            name, device = "cuda", torch.device("cuda", torch.cuda.current_device())
         sides = [
             Side(
-                make_transport("auto", dist.group.WORLD, device, TransportOptions()),
+                make_transport(name, dist.group.WORLD, device, TransportOptions()),
                 dist.group.WORLD,
                 shapes,
                 torch.float32,
@@ -59,7 +63,8 @@ def move(seconds: float, file: Path | None) -> None:
             )
             for shapes in (SHAPES, LARGE)
         ]
-        beside = Collectives(dist.new_group(), device)
+        # Collectives of one group run one after the other.
+        beside = Collectives(*(dist.new_group(timeout=LIMIT) for _ in range(2)), device)
         plans, sleeps = random.Random(5), random.Random(rank)
         started, steps = time.monotonic(), 0
         while is_before(started + seconds, device):
@@ -79,11 +84,13 @@ def move(seconds: float, file: Path | None) -> None:
 
 
 class Collectives:
-    """An all-to-all and a reduce-scatter that run beside other work."""
+    """An all-to-all and a reduce-scatter, each of a group, that run beside other work."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
-        self._ranks = group.size()
+    def __init__(
+        self, exchanging: dist.ProcessGroup, summing: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._exchanging, self._summing = exchanging, summing
+        self._ranks = exchanging.size()
         self._sent = torch.empty(self._ranks, WORDS_A_RANK, device=device)
         self._received = torch.empty_like(self._sent)
         self._summed = torch.empty(WORDS_A_RANK, device=device)
@@ -91,11 +98,13 @@ class Collectives:
 
     def start(self, step: int) -> None:
         """Start both; they read what is the same on no two ranks and in no two steps."""
-        self._sent.fill_(self._group.rank() + step % 100)
+        self._sent.fill_(self._exchanging.rank() + step % 100)
         self._running = [
-            dist.all_to_all_single(self._received, self._sent, group=self._group, async_op=True),
+            dist.all_to_all_single(
+                self._received, self._sent, group=self._exchanging, async_op=True
+            ),
             dist.reduce_scatter_tensor(
-                self._summed, self._sent.view(-1), group=self._group, async_op=True
+                self._summed, self._sent.view(-1), group=self._summing, async_op=True
             ),
         ]
 

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from megatron_ext.transport import TransportOptions, make_transport
 from tests.transport.test_transports import Side, in_slots, random_transfers
 
 TRANSPORTS = ("cuda", "deepep")
+
+LIMIT = timedelta(seconds=60)
+"""Of a wait for another rank: less than the part may last, so that an error names the rank."""
 
 
 def main() -> None:
@@ -44,7 +48,7 @@ def main() -> None:
 
 def move(num_bytes: int, rounds: int, file: Path | None, names: tuple[str, ...]) -> None:
     """Be one rank."""
-    with join_ranks():
+    with join_ranks(LIMIT):
         rank = dist.get_rank()
         device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
         rows = [measure(name, num_bytes, rounds, device) for name in names]

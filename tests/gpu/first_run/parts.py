@@ -24,6 +24,17 @@ TE = ("model.transformer_impl=transformer_engine", "model.experts=grouped_mm")
 KERNELS = "balance.transport=cuda"
 """Else replicas might go through collectives, and nothing would be shown of the kernels."""
 
+SOON = "timeout_s=100"
+"""Else a rank would wait for another longer than a part may last, and nobody would name it."""
+
+BETWEEN_GPUS = (
+    *("doctor", "tests_planner", "tests_transport", "links", "parity_ep{most}", "recipe"),
+    *("litmus", "beside_nccl_1_queues", "failing_rank", "stages", "te_parity_ep{most}"),
+    *("parity_ep2_pp2", "launches", "beside_nccl_32_queues", "beside_nccl_8_queues"),
+)
+"""What several GPUs, `most` of them used, show first: that replicas arrive, and what balancing
+brings. What they show last, one GPU shows as well."""
+
 JSON_FILE = "{json}"
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
@@ -68,11 +79,13 @@ class Part:
 def parts(gpus: int) -> list[Part]:
     """Return all parts for a machine of so many GPUs: first what is worth most.
 
+    One GPU has the order below, and several begin with `BETWEEN_GPUS`.
+
     Where ranks are streams of one process, each needs a hardware queue: behind another rank's
     kernel, which waits for it, a launch would never run. Ranks that are processes try all numbers.
     """
     most = max(size for size in (1, 2, 4, 8) if size <= max(gpus, 1))
-    return [
+    made = [
         Part("doctor", "what is there", _python("-m", "megatron_ext", "doctor", "--gpu"), 120),
         *(
             Part(
@@ -163,7 +176,9 @@ def parts(gpus: int) -> list[Part]:
         Part(
             "failing_rank",
             "a rank fails in backward: all end soon, and no weight has changed",
-            _python("-m", "tests.gpu.first_run.failing_rank", "--ranks", str(most)),
+            _python(
+                *("-m", "tests.gpu.first_run.failing_rank", "--ranks", str(most)), KERNELS, SOON
+            ),
             240,
             gpus=2,
         ),
@@ -173,7 +188,7 @@ def parts(gpus: int) -> list[Part]:
                 "200 steps with balancing beside 200 without",
                 _python(
                     *("-m", "tests.gpu.first_run.parity", "--steps", "200", "--ep", str(ep)),
-                    *("--pp", str(pp), "--json", JSON_FILE),
+                    *("--pp", str(pp), "--json", JSON_FILE, KERNELS, SOON),
                 ),
                 480,
                 gpus=ep * pp,
@@ -181,14 +196,17 @@ def parts(gpus: int) -> list[Part]:
             for ep, pp in ((2, 1), (4, 1), (8, 1), (2, 2))
         ),
         *(
-            _parity(f"te_parity_ep{ep}", ep, 50, *TE, gpus=ep, lacks=_lacks_te())
+            _parity(f"te_parity_ep{ep}", ep, 50, KERNELS, *TE, gpus=ep, lacks=lacks_te())
             for ep in (2, 8)
             if gpus != 1
         ),
         Part(
             "recipe",
-            f"{RECIPE} without balancing, with it, and with ideal routing",
-            _python("-m", "tests.gpu.first_run.recipe", "--steps", "60", "--json", JSON_FILE),
+            f"{RECIPE}: how much of ideal routing's speed it gets with balancing",
+            _python(
+                *("-m", "tests.gpu.first_run.recipe", "--steps", "30", "--json", JSON_FILE),
+                *(KERNELS, SOON),
+            ),
             1200,
             gpus=RECIPE_GPUS,
         ),
@@ -204,6 +222,10 @@ def parts(gpus: int) -> list[Part]:
             for name in ("planner", "transport")
         ),
     ]
+    if gpus > 1:
+        place = {name.format(most=most): number for number, name in enumerate(BETWEEN_GPUS)}
+        made.sort(key=lambda part: place.get(part.name, len(place)))
+    return made
 
 
 def _ranks_on_one_gpu() -> list[Part]:
@@ -216,14 +238,14 @@ def _ranks_on_one_gpu() -> list[Part]:
         Part(
             "one_gpu_failing_rank",
             "a rank fails in backward: all end soon, and no weight has changed",
-            _python("-m", "tests.gpu.first_run.failing_rank", "--ranks", "2", KERNELS),
+            _python("-m", "tests.gpu.first_run.failing_rank", "--ranks", "2", KERNELS, SOON),
             180,
             shares_gpu=True,
         ),
         Part(
             "one_gpu_abort",
             "all ranks leave a step while replicas move, and repeat it: equal gradients",
-            _python("-m", "tests.gpu.first_run.abort", "--ranks", "2", KERNELS),
+            _python("-m", "tests.gpu.first_run.abort", "--ranks", "2", KERNELS, SOON),
             180,
             shares_gpu=True,
         ),
@@ -237,7 +259,7 @@ def _ranks_on_one_gpu() -> list[Part]:
             180,
             shares_gpu=True,
         ),
-        _parity("one_gpu_te_parity_ep2", 2, 16, KERNELS, *TE, lacks=_lacks_te()),
+        _parity("one_gpu_te_parity_ep2", 2, 16, KERNELS, *TE, lacks=lacks_te()),
         _parity("one_gpu_parity_ep4", 4, 8, KERNELS, "model.experts=grouped_mm"),
     ]
 
@@ -252,7 +274,7 @@ def _parity(
         _python(
             *("-m", "tests.gpu.first_run.parity", "--steps", str(steps), "--ep", str(ep)),
             *("--json", JSON_FILE, f"run_dir=runs/first_run/{name}/${{balance.strategy}}"),
-            *overrides,
+            *(SOON, *overrides),
         ),
         300,
         gpus=gpus,
@@ -269,7 +291,8 @@ def _pytest(name: str, chosen: str) -> tuple[str, ...]:
     )
 
 
-def _lacks_te() -> str:
+def lacks_te() -> str:
+    """Return that Transformer Engine is not here, or ""."""
     is_here = importlib.util.find_spec("transformer_engine") is not None
     return "" if is_here else "Transformer Engine is not installed"
 
