@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -23,8 +25,11 @@ from megatron_ext.transport.one_sided import group_timeout_s
 from megatron_ext.transport.reach import domain_of, gather
 
 _SHARED_NUMBERS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-"""Torch refuses ranks of one host whose GPUs have the same number unless this is set. Where it is
-set, torch makes no multicast mapping (NVLS) for any user of symmetric memory in the process."""
+"""Torch refuses ranks of one host whose GPUs have the same number unless this is set."""
+
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+"""Unless this is set, torch maps the memory of all ranks once more, as one address for all of them
+(NVLS). No kernel here uses that, and the switches have room for few of these mappings."""
 
 
 class SymmetricHeap:
@@ -57,10 +62,11 @@ class SymmetricHeap:
         _use_backend(backend, device)
         gpu = str(torch.cuda.get_device_properties(device).uuid)
         found = gather((gpu, (socket.gethostname(), device.index)), self._group)
+        self._variables = [_NO_MULTICAST]
         if len({gpu for gpu, _ in found}) == len(found) > len({place for _, place in found}):
             # Every process sees one GPU, so all GPUs have number 0; torch compares names of hosts
             # and numbers.
-            os.environ.setdefault(_SHARED_NUMBERS, "1")
+            self._variables.append(_SHARED_NUMBERS)
 
     def share(self, num_bytes: int) -> tuple[Tensor, Tensor]:
         """Return this rank's new zeroed bytes and the addresses of its peers' bytes, int64 [R].
@@ -79,7 +85,8 @@ class SymmetricHeap:
         # Not by torch's `empty`, which takes memory from a pool of the process: where that has a
         # block that the ranks know already, a rank skips the rendezvous in which others wait.
         mine = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self.device)
-        handle = _symmetric_memory.rendezvous(mine, self._group)
+        with _set_meanwhile(self._variables):
+            handle = _symmetric_memory.rendezvous(mine, self._group)
         self._handles.append(handle)  # while it lives, peers' memory stays mapped
         starts = [int(start) for start in handle.buffer_ptrs]
         # The addresses are those of whole allocations; `mine` may be a part of an allocation.
@@ -136,6 +143,22 @@ def domain_group(ep_group: ProcessGroup, peers: range, device: torch.device) -> 
         )
     dist.barrier(group)  # the NCCL backend needs the communicator, which a collective makes
     return group
+
+
+@contextmanager
+def _set_meanwhile(variables: Iterable[str]) -> Iterator[None]:
+    """Set variables of the environment to 1, but those that are set.
+
+    Torch asks for them at each rendezvous. If they stayed, they would take multicast mappings from
+    whoever else uses symmetric memory in this process.
+    """
+    ours = [name for name in variables if name not in os.environ]
+    os.environ.update(dict.fromkeys(ours, "1"))
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]
 
 
 def _use_backend(name: str | None, device: torch.device) -> None:

@@ -18,7 +18,11 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import _symmetric_memory
 
-from megatron_ext.transport.symmetric_heap import _SHARED_NUMBERS, SymmetricHeap
+from megatron_ext.transport.symmetric_heap import (
+    _NO_MULTICAST,
+    _SHARED_NUMBERS,
+    SymmetricHeap,
+)
 from tests.ranks import run_ranks
 from tests.transport.test_transports import CPU
 
@@ -31,11 +35,14 @@ class Torch:
     def __init__(self, offset: int = 256, missing: tuple[int, ...] = ()) -> None:
         self.offset, self.missing = offset, missing
         self.groups: list[list[int]] = []
+        self.variables: set[str] = set()
         self.backend = "CUDA"
 
     def rendezvous(self, mine: Any, group: Any) -> Any:
         ranks = dist.get_process_group_ranks(group)
         self.groups.append(ranks)
+        asked = (_NO_MULTICAST, _SHARED_NUMBERS)
+        self.variables = {name for name in asked if os.environ.get(name) == "1"}
         start = mine.data_ptr() - self.offset
         others = [0 if rank in self.missing else START + 4096 * rank for rank in ranks]
         others[group.rank()] = start
@@ -70,6 +77,7 @@ def _faked(fake: Torch, gpu: str, host: str = "one") -> ExitStack:
     held.enter_context(mock.patch.object(socket, "gethostname", return_value=host))
     held.enter_context(mock.patch.dict(os.environ))
     os.environ.pop(_SHARED_NUMBERS, None)
+    os.environ.pop(_NO_MULTICAST, None)
     return held
 
 
@@ -79,7 +87,6 @@ def _share(rank: int) -> None:
     with _faked(fake, f"GPU-{rank}"):
         heap = SymmetricHeap(world, CPU, domain_ranks=2, backend="nccl")
         assert fake.backend == "NCCL"
-        assert os.environ[_SHARED_NUMBERS] == "1", "all GPUs may have number 0"
         mine, addresses = heap.share(64)
         assert fake.groups == [peers], "others do not take part"
         assert (mine == 0).all()
@@ -90,16 +97,26 @@ def _share(rank: int) -> None:
         with pytest.raises(RuntimeError, match=r"symmetric_memory \(cuda\) .* backend NCCL"):
             SymmetricHeap(world, CPU, backend="cuda")
 
-    with _faked(Torch(), "the only GPU"):
-        SymmetricHeap(world, CPU)
-        assert _SHARED_NUMBERS not in os.environ, "ranks that share a GPU are torch's to refuse"
-    # With the variable torch makes no multicast mappings, for whoever asks in this process.
-    with _faked(Torch(), f"GPU-{rank}"):
-        SymmetricHeap(world, torch.device("cpu", rank))
-        assert _SHARED_NUMBERS not in os.environ, "every GPU has a number of its own"
-    with _faked(Torch(), f"GPU-{rank}", host=f"host-{rank}"):
-        SymmetricHeap(world, CPU)
-        assert _SHARED_NUMBERS not in os.environ, "equal numbers, but on other hosts"
+    for why, gpu, device, host, shared in (
+        ("all GPUs may have number 0", f"GPU-{rank}", CPU, "one", True),
+        ("ranks that share a GPU are torch's to refuse", "the only GPU", CPU, "one", False),
+        ("a number for each GPU", f"GPU-{rank}", torch.device("cpu", rank), "one", False),
+        ("equal numbers, but on other hosts", f"GPU-{rank}", CPU, f"host-{rank}", False),
+    ):
+        fake = Torch()
+        with _faked(fake, gpu, host):
+            heap = SymmetricHeap(world, device)
+            if device == CPU:  # Its fakes make memory of no other.
+                heap.share(64)
+                assert fake.variables == {_NO_MULTICAST} | ({_SHARED_NUMBERS} if shared else set())
+            assert (_SHARED_NUMBERS in heap._variables) == shared, why
+            # They would take multicast mappings from whoever asks for them in this process.
+            assert not {_NO_MULTICAST, _SHARED_NUMBERS} & os.environ.keys(), why
+    with _faked(fake := Torch(), f"GPU-{rank}"):
+        os.environ[_NO_MULTICAST] = os.environ[_SHARED_NUMBERS] = "0"
+        SymmetricHeap(world, CPU).share(64)
+        assert not fake.variables, "what the user has set stays"
+        assert os.environ[_NO_MULTICAST] == os.environ[_SHARED_NUMBERS] == "0"
 
     # All ranks raise what one has found.
     with _faked(Torch(missing=(1,) if rank == 3 else ()), str(rank)):
