@@ -161,6 +161,26 @@ def test_what_a_part_leaves_behind_is_ended(tmp_path: Path) -> None:
             time.sleep(0.01)
 
 
+def test_gpus_that_are_hidden_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nprintf 'GPU %s: H100\\n' 0 1 2 3\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert first_run.num_gpus() == 4
+    for visible, count in (("0,1", 2), ("", 0), ("GPU-a,GPU-b,GPU-c,GPU-d,GPU-e", 4)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert first_run.num_gpus() == count
+
+
+def test_nccl_says_why_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_DEBUG", raising=False)
+    asks = python("asks", "import os; print(os.environ['NCCL_DEBUG'])")
+    assert first_run.run_part(asks, tmp_path).output == ["WARN"]
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert first_run.run_part(asks, tmp_path).output == ["INFO"]
+
+
 def test_results_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
     (tmp_path / "silent.json").write_text('{"rows": [{"ms": 1}]}')
     assert first_run.run_part(python("silent", ""), tmp_path).rows == []

@@ -102,12 +102,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def num_gpus() -> int:
-    """Return how many GPUs the driver knows; 0 without a driver."""
+    """Return how many GPUs the driver knows and this process may use; 0 without a driver."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    # With more ranks than GPUs, trainings would share them and go on (`one_gpu.py`).
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return count if visible is None else min(count, len(list(filter(None, visible.split(",")))))
 
 
 def plan_text(chosen: Sequence[Part], gpus: int) -> str:
@@ -177,7 +180,8 @@ def run_part(part: Part, out: Path) -> Outcome:
         process = subprocess.Popen(
             part.command_for(file),
             cwd=ROOT,
-            env={**os.environ, **part.environment},
+            # Else NCCL says only that something failed.
+            env={"NCCL_DEBUG": "WARN", **os.environ, **part.environment},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
