@@ -211,7 +211,7 @@ def test_parts_run_as_the_launcher_runs_trainings(
     tried = [queues(count)["CUDA_DEVICE_MAX_CONNECTIONS"] for count in QUEUES]
     assert tried == ["1", "8", "32"]
     one, eight = ({part.name for part in parts(gpus) if part.gpus <= gpus} for gpus in (1, 8))
-    assert {"parity_ep8", "recipe", "beside_nccl_1_queues", "failing_rank"} <= eight - one
+    assert {"parity_ep8", "recipe", "beside_nccl_1_queues", "failing_rank", "abort"} <= eight - one
     assert {"litmus", "planner", "tests_planner", "tests_transport", "transport"} <= one
     assert "launches" in eight - one, "a layer is balanced over two GPUs or more"
 
@@ -766,6 +766,24 @@ def test_losses_may_move_as_far_as_rounding_moves_them() -> None:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return dataset.build(tmp_path_factory.mktemp("dataset"))
+
+
+def test_trainings_are_valid_for_as_many_ranks(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    launch = mock.Mock(side_effect=SystemExit)
+    for module in (failing_rank, abort, parity):
+        monkeypatch.setattr(module, "launch", launch)
+    overrides = [f"data.path={data}"]
+    for ranks in (2, 4, 8):
+        failing_rank.problems(ranks, overrides, tmp_path)
+        with pytest.raises(SystemExit):
+            abort.run(ranks, overrides, tmp_path)
+    for ep, pp in ((2, 1), (4, 1), (8, 1), (2, 2)):
+        with pytest.raises(SystemExit):
+            parity.measure(ep, pp, 200, overrides)
+    assert launch.call_count == 10
 
 
 def small(data: Path, run_dir: Path) -> list[str]:

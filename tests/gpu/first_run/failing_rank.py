@@ -59,7 +59,11 @@ def problems(num_ranks: int, overrides: Sequence[str], folder: Path) -> list[str
         overrides: Of the quickstart's settings.
         folder: An empty folder for the run and its notes.
     """
-    ours = [f"parallel.ep_size={num_ranks}", f"run_dir={folder / 'run'}"]
+    ours = [
+        f"parallel.ep_size={num_ranks}",
+        f"run_dir={folder / 'run'}",
+        f"data.global_batch_size={48 * num_ranks}",  # A microbatch on each rank.
+    ]
     config = load_config([*ours, *overrides], config_name="quickstart")
     check(config, num_ranks=num_ranks)
     try:

@@ -30,7 +30,7 @@ SOON = "timeout_s=100"
 BETWEEN_GPUS = (
     *("doctor", "tests_planner", "tests_transport", "links", "parity_ep{most}", "recipe"),
     *("litmus", "beside_nccl_1_queues", "failing_rank", "stages", "te_parity_ep{most}"),
-    *("parity_ep2_pp2", "launches", "beside_nccl_32_queues", "beside_nccl_8_queues"),
+    *("parity_ep2_pp2", "abort", "launches", "beside_nccl_32_queues", "beside_nccl_8_queues"),
 )
 """What several GPUs, `most` of them used, show first: that replicas arrive, and what balancing
 brings. What they show last, one GPU shows as well."""
@@ -180,6 +180,13 @@ def parts(gpus: int) -> list[Part]:
                 *("-m", "tests.gpu.first_run.failing_rank", "--ranks", str(most)), KERNELS, SOON
             ),
             240,
+            gpus=2,
+        ),
+        Part(
+            "abort",
+            "all ranks leave a step while replicas move, and repeat it: equal gradients",
+            _python(*("-m", "tests.gpu.first_run.abort", "--ranks", str(most)), KERNELS, SOON),
+            180,
             gpus=2,
         ),
         *(
