@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from megatron_ext.files.run_dir import ABOUT_FILE
@@ -21,7 +22,7 @@ from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.run_log import read_metrics
 from megatron_ext.trainer.quickstart import build_data
 from megatron_ext.trainer.ranks.launch import quiet_megatron
-from megatron_ext.trainer.reports.read import Metrics
+from megatron_ext.trainer.reports.read import Metrics, column
 from megatron_ext.trainer.reports.speed import MIN_STEPS, WARMUP_STEPS
 from megatron_ext.trainer.reports.summary import summarize_runs
 from megatron_ext.trainer.train import train
@@ -29,6 +30,9 @@ from tests.gpu.first_run.parts import RECIPE, lacks_te
 
 STRATEGIES = ("quota", "ideal", "none")
 """First the two that are compared: the time may end behind them."""
+
+COSTS = ("plan_ms", "materialize_exposed_ms", "reduce_exposed_ms")
+"""What balancing adds to a step where nothing hides it, of the rank where it takes longest."""
 
 SHOWN = ("tokens_per_s", "step_ms", "imbalance_before", "imbalance_after", "final_loss", "replicas")
 
@@ -92,6 +96,8 @@ def rows_of(
     rows = []
     for name, of_run in summarize_runs(metrics, against=others).items():
         row = {"balance": name, **{key: of_run[key] for key in SHOWN}, **used[name]}
+        timed = metrics[name][WARMUP_STEPS:]
+        row |= {key: median(column(timed, key)) for key in COSTS if timed and key in timed[0]}
         for other in others:
             if (ratio := of_run["vs"][other]) is not None:
                 row[f"of {other}"] = ratio["value"]
