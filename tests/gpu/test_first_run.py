@@ -226,7 +226,9 @@ def test_several_gpus_begin_with_what_only_they_show(gpus: int, most: int) -> No
     expected = [name.format(most=most) for name in BETWEEN_GPUS]
     there = [name for name in expected if name in names]
     assert names[: len(there)] == there
-    assert {name for name in expected if name not in names} <= {"recipe", "parity_ep2_pp2"}
+    assert {name for name in expected if name not in names} <= {
+        *("recipe", "parity_ep2_pp2", "parity_ep2_pp2_dp2")
+    }
     assert names.index("processes") > names.index("launches")
     before = [part for part in parts(8)[:6] if part.name != "recipe"]
     assert sum(part.limit_s for part in before) < 40 * 60, "the recipe begins within the hour"
@@ -777,10 +779,11 @@ def test_trainings_are_valid_for_as_many_ranks(
         failing_rank.problems(ranks, overrides, tmp_path)
         with pytest.raises(SystemExit):
             abort.run(ranks, overrides, tmp_path)
-    for ep, pp in ((2, 1), (4, 1), (8, 1), (2, 2)):
+    for ep, pp, dp in ((2, 1, 1), (4, 1, 1), (8, 1, 1), (2, 2, 1), (2, 2, 2)):
         with pytest.raises(SystemExit):
-            parity.measure(ep, pp, 200, overrides)
-    assert launch.call_count == 10
+            parity.measure(ep, pp, 200, overrides, dp=dp)
+    asked = [call.kwargs["num_ranks"] for call in launch.call_args_list]
+    assert asked == [2, 2, 4, 4, 8, 8, 2, 4, 8, 4, 8]
 
 
 def small(data: Path, run_dir: Path) -> list[str]:

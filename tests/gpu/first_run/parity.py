@@ -1,6 +1,7 @@
 """Training with balancing beside training without, from the same weights on the same samples.
 
-    python -m tests.gpu.first_run.parity [--ep N] [--pp N] [--steps N] [--json FILE] [overrides]
+    python -m tests.gpu.first_run.parity [--ep N] [--pp N] [--dp N] [--steps N] [--json FILE]
+        [overrides]
 
 The quickstart's model on a few words, with Megatron's distributed optimizer and both of its
 overlaps; with a pipeline, in two model chunks a stage. As in the quickstart a third run, whose
@@ -47,6 +48,7 @@ def main() -> None:
         "--ep", type=int, default=2, help="ranks of expert parallelism (default: 2)"
     )
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages (default: 1)")
+    parser.add_argument("--dp", type=int, default=1, help="ranks of each expert (default: 1)")
     parser.add_argument("--steps", type=int, default=200, help="(default: 200)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the row")
     parser.add_argument("overrides", nargs="*", help="of the quickstart")
@@ -55,15 +57,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         # Not of this machine's text, which takes longer than a short run.
         overrides = [f"data.path={dataset.build(Path(folder))}", *options.overrides]
-        row = measure(options.ep, options.pp, options.steps, overrides)
+        row = measure(options.ep, options.pp, options.steps, overrides, dp=options.dp)
     print(row)
     if options.json:
         options.json.write_text(json.dumps({"rows": [row]}, indent=1) + "\n")
     sys.exit(not is_right(row))
 
 
-def measure(ep: int, pp: int, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Train all three and compare the first and last of them with the one without balancing."""
+def measure(
+    ep: int, pp: int, steps: int, overrides: Sequence[str], *, dp: int = 1
+) -> dict[str, Any]:
+    """Train all three and compare the first and last of them with the one without balancing.
+
+    Each expert is on `dp` ranks, so a stage of the pipeline has as many EP groups.
+    """
+    num_ranks = ep * pp * dp
     common = [
         f"parallel.ep_size={ep}",
         f"parallel.pp_size={pp}",
@@ -74,8 +82,8 @@ def measure(ep: int, pp: int, steps: int, overrides: Sequence[str]) -> dict[str,
         f"steps={steps}",
         f"logging.trace_steps={steps}",
         # Of a microbatch on each rank, and as many microbatches as stages, twice.
-        f"data.global_batch_size={48 * ep * pp * 2}",
-        f"run_dir=runs/first_run/ep{ep}_pp{pp}/" + "${balance.strategy}",
+        f"data.global_batch_size={48 * num_ranks * 2}",
+        f"run_dir=runs/first_run/ep{ep}_pp{pp}_dp{dp}/" + "${balance.strategy}",
         *overrides,
     ]
     runs = {
@@ -87,8 +95,8 @@ def measure(ep: int, pp: int, steps: int, overrides: Sequence[str]) -> dict[str,
     )
     give_each_a_folder(runs)
     for config in runs.values():
-        check(config, num_ranks=ep * pp)
-    launch(train_in_turn, runs, num_ranks=ep * pp)
+        check(config, num_ranks=num_ranks)
+    launch(train_in_turn, runs, num_ranks=num_ranks)
     losses = {
         name: [step["loss"] for step in read_metrics(Path(config.run_dir))]
         for name, config in runs.items()
@@ -100,6 +108,7 @@ def measure(ep: int, pp: int, steps: int, overrides: Sequence[str]) -> dict[str,
     return {
         "EP": ep,
         "PP": pp,
+        "DP": dp,
         "steps": len(losses["quota"]),
         "steps of equal choices": quota.steps_alike,
         "quota": quota.while_alike,

@@ -30,7 +30,14 @@ SOON = "timeout_s=100"
 BETWEEN_GPUS = (
     *("doctor", "tests_planner", "tests_transport", "links", "parity_ep{most}", "recipe"),
     *("litmus", "beside_nccl_1_queues", "failing_rank", "stages", "te_parity_ep{most}"),
-    *("parity_ep2_pp2", "abort", "launches", "beside_nccl_32_queues", "beside_nccl_8_queues"),
+    *(
+        "parity_ep2_pp2_dp2",
+        "parity_ep2_pp2",
+        "abort",
+        "launches",
+        "beside_nccl_32_queues",
+        "beside_nccl_8_queues",
+    ),
 )
 """What several GPUs, `most` of them used, show first: that replicas arrive, and what balancing
 brings. What they show last, one GPU shows as well."""
@@ -191,16 +198,16 @@ def parts(gpus: int) -> list[Part]:
         ),
         *(
             Part(
-                f"parity_ep{ep}" + (f"_pp{pp}" if pp > 1 else ""),
+                f"parity_ep{ep}" + (f"_pp{pp}" if pp > 1 else "") + (f"_dp{dp}" if dp > 1 else ""),
                 "200 steps with balancing beside 200 without",
                 _python(
                     *("-m", "tests.gpu.first_run.parity", "--steps", "200", "--ep", str(ep)),
-                    *("--pp", str(pp), "--json", JSON_FILE, KERNELS, SOON),
+                    *("--pp", str(pp), "--dp", str(dp), "--json", JSON_FILE, KERNELS, SOON),
                 ),
                 480,
-                gpus=ep * pp,
+                gpus=ep * pp * dp,
             )
-            for ep, pp in ((2, 1), (4, 1), (8, 1), (2, 2))
+            for ep, pp, dp in ((2, 1, 1), (4, 1, 1), (8, 1, 1), (2, 2, 1), (2, 2, 2))
         ),
         *(
             _parity(f"te_parity_ep{ep}", ep, 50, KERNELS, *TE, gpus=ep, lacks=lacks_te())
