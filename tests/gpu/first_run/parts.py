@@ -24,6 +24,9 @@ TE = ("model.transformer_impl=transformer_engine", "model.experts=grouped_mm")
 KERNELS = "balance.transport=cuda"
 """Else replicas might go through collectives, and nothing would be shown of the kernels."""
 
+SHARED = "model.shared_expert_hidden_size=64"
+"""Shared experts, beside which plans have a stream of their own."""
+
 SOON = "timeout_s=100"
 """Else a rank would wait for another longer than a part may last, and nobody would name it."""
 
@@ -202,7 +205,7 @@ def parts(gpus: int) -> list[Part]:
                 "200 steps with balancing beside 200 without",
                 _python(
                     *("-m", "tests.gpu.first_run.parity", "--steps", "200", "--ep", str(ep)),
-                    *("--pp", str(pp), "--dp", str(dp), "--json", JSON_FILE, KERNELS, SOON),
+                    *("--pp", str(pp), "--dp", str(dp), "--json", JSON_FILE, KERNELS, SHARED, SOON),
                 ),
                 480,
                 gpus=ep * pp * dp,
@@ -274,7 +277,7 @@ def _ranks_on_one_gpu() -> list[Part]:
             shares_gpu=True,
         ),
         _parity("one_gpu_te_parity_ep2", 2, 16, KERNELS, *TE, lacks=lacks_te()),
-        _parity("one_gpu_parity_ep4", 4, 8, KERNELS, "model.experts=grouped_mm"),
+        _parity("one_gpu_parity_ep4", 4, 8, KERNELS, "model.experts=grouped_mm", SHARED),
     ]
 
 
