@@ -33,14 +33,8 @@ SOON = "timeout_s=100"
 BETWEEN_GPUS = (
     *("doctor", "tests_planner", "tests_transport", "links", "parity_ep{most}", "recipe"),
     *("litmus", "beside_nccl_1_queues", "failing_rank", "stages", "te_parity_ep{most}"),
-    *(
-        "parity_ep2_pp2_dp2",
-        "parity_ep2_pp2",
-        "abort",
-        "launches",
-        "beside_nccl_32_queues",
-        "beside_nccl_8_queues",
-    ),
+    *("parity_ep2_pp2_dp2", "abort", "launches", "beside_nccl_32_queues"),
+    *("beside_nccl_8_queues", "parity_ep2_pp2"),
 )
 """What several GPUs, `most` of them used, show first: that replicas arrive, and what balancing
 brings. What they show last, one GPU shows as well."""
