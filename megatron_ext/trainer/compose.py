@@ -9,6 +9,7 @@ import dataclasses
 import os
 import posixpath
 import re
+import shlex
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -389,7 +390,10 @@ def _hydra_problem(error: Exception) -> str:
             near = did_you_mean(word, recipe_names(shipped_recipes()))
             near = near.replace("mean ", "mean --config-name ")
             return f"{word}: a setting is written name=value{near}"
-        return f"{word}: no value can be read here ({_first_line(said)}); quotes make it text"
+        name, _, value = word.partition("=")
+        quoted = value.replace('"', r"\"")
+        text = shlex.quote(f'{name}="{quoted}"')  # The shell takes the outer quotes away.
+        return f"{word}: no value can be read here ({_first_line(said)}); text is written {text}"
     if found := re.match(r"In '(.*)': \w+ raised while composing config:\n(.*)", said):
         name = re.search(r"^\s*full_key: (\S+)", said, re.MULTILINE)
         if name and found[2].startswith("Key "):

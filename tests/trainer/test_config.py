@@ -274,6 +274,10 @@ WRONG = {
         ["steps=${a"],
         ["steps=${a: no value can be read here (mismatched input"],
     ),
+    "a path with letters that need quotes": (
+        ['run_dir=runs/ü "b"'],
+        ["""; text is written 'run_dir="runs/ü \\"b\\""'"""],
+    ),
     "a seed that no generator takes": (
         ["seed=99999999999999999999"],
         ["seed (99999999999999999999) must be from 0 to 4294967295"],
