@@ -46,7 +46,7 @@ from megatron_ext.trainer.reports.summary import Drift, summarize, summarize_run
 from megatron_ext.trainer.sinks.wandb import keep_comparison
 from megatron_ext.trainer.validate import has_data, validate
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("megatron_ext.trainer.quickstart")  # With -m, __name__ is __main__.
 
 CORPUS = Path("runs/corpus")
 DOMAIN_BYTES = 8 << 20

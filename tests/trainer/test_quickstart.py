@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import runpy
+import sys
 import webbrowser
 from pathlib import Path
 
@@ -71,3 +74,19 @@ def test_a_display_is_asked_for_and_a_browser_may_fail(
         alone.setenv(name, value)
     open_page(tmp_path / "report.html")
     assert len(calls) == asked
+
+
+def test_a_run_with_m_says_that_it_gathers_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_text(*_: object, **__: object) -> None:
+        raise RuntimeError("no text")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megatron_ext.data.corpus.gather_corpus", no_text)
+    monkeypatch.setattr("megatron_ext.trainer.ranks.launch.quiet_megatron", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["quickstart", "data.path=absent"])
+    caplog.set_level(logging.INFO, logger="megatron_ext")
+    with pytest.raises(SystemExit, match="no text"):
+        runpy.run_module("megatron_ext.trainer.quickstart", run_name="__main__")
+    assert "gathering text into runs/corpus" in caplog.text
