@@ -31,12 +31,12 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     Returns:
         [N', F]. In backward, the weights of a group without rows get zeros.
     """
-    if len(rows) == 0:
+    if len(rows) == 0 or rows.is_meta:
+        # Without values a product of this size keeps the same tensors for backward; PyTorch's
+        # grouped product takes bfloat16 only on the meta device.
         return rows @ weights[0]
     needs_grad = torch.is_grad_enabled() and weights.requires_grad
-    # A meta tensor has no values that could stay unwritten.
-    has_values = not weights.is_meta
-    if needs_grad and has_values and not writes_empty_groups(weights.device, weights.dtype):
+    if needs_grad and not writes_empty_groups(weights.device, weights.dtype):
         has_rows = ends.diff(prepend=ends.new_zeros(1)) > 0
         weights = weights.view_as(weights)  # The hook changes this product's part only.
         weights.register_hook(lambda grad: torch.where(has_rows[:, None, None], grad, 0))

@@ -160,6 +160,16 @@ def test_layers_that_are_alike_count_as_if_all_ran(
     assert some == all_
 
 
+def test_grouped_products_of_float32_are_counted(data: Path, tmp_path: Path) -> None:
+    settings = [*overrides(data, tmp_path / "run"), "model.precision=fp32"]
+    sequential, grouped = (
+        run_ranks(_dry_run, 1, [*settings, f"model.experts={kind}"], 2)[0].stages[0]
+        for kind in ("sequential", "grouped_mm")
+    )
+    assert (grouped.weights, grouped.slots) == (sequential.weights, sequential.slots)
+    assert grouped.activations[1.0] == pytest.approx(sequential.activations[1.0], rel=0.1)
+
+
 def test_layers_of_transformer_engine_keep_no_scores(data: Path, tmp_path: Path) -> None:
     settings = [
         *overrides(data, tmp_path / "run"),
