@@ -317,8 +317,13 @@ class BalancedMoELayer(ObservedMoELayer):
         return hidden_states
 
     def drop_forward(self) -> None:
-        """Let go of the forward under way, which is over or has ended with an error."""
+        """Let go of the forward under way."""
         self._forward = self._edge = self.token_dispatcher.forward_under_way = None
+
+    def abandon_forward(self) -> None:
+        """Let go of all that a forward has left that ended with an error."""
+        self._shared = None
+        self.drop_forward()
 
     def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
         """Compute the shared experts (Megatron), or leave them for behind the push."""
@@ -637,8 +642,7 @@ class BalancedMoELayer(ObservedMoELayer):
 
     def forget_step(self) -> None:
         """Drop what an aborted step left in this layer."""
-        self.drop_forward()
-        self._shared = None
+        self.abandon_forward()
         self._delayed.clear()
         self.expert_weights.forget_step()
         if self.is_started:
@@ -723,7 +727,7 @@ class JoiningTransformerLayer(PassingTransformerLayer):
                 args = (self.mlp.join_reduction(args[0]), *args[1:])
             return run(*args, **kwargs)
         except BaseException:
-            self.mlp.drop_forward()
+            self.mlp.abandon_forward()
             raise
         finally:
             self._is_behind_join = False

@@ -155,6 +155,11 @@ def replace_experts(layer: Any, run: Callable[[list[Any], Any], torch.Tensor]) -
     )
 
 
+def holds_a_graph(layer: Any) -> bool:
+    """Whether the layer itself holds tensors or the forward of an autograd graph."""
+    return any(held is not None for held in (layer._forward, layer._edge, layer._shared))
+
+
 def drop_forward(layer: Any) -> None:
     """Forget the forward under way, in place of all that comes after the experts."""
     layer.drop_forward()

@@ -11,7 +11,7 @@ import torch
 from megatron_ext.balance import beside
 from megatron_ext.config import BalanceConfig
 from tests.mcore import inside
-from tests.mcore.parity import balanced_gpt
+from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.mcore.streams import Stream, WatchAll, clocked_streams
 from tests.ranks import run_ranks
 
@@ -85,6 +85,21 @@ def test_the_reroute_waits_for_the_plan_and_shared_experts_do_not() -> None:
 def test_a_missing_wait_is_found() -> None:
     for _, _, errors in run_ranks(_streams_of_a_step, 2, False):
         assert any("aten." in error for error in errors), errors
+
+
+def _held_after_an_error(rank: int, point: str) -> bool:
+    gpt = balanced_gpt(SETTINGS, BalanceConfig(tolerance=0.0))
+    with (
+        mock.patch(point, side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        gpt.forward_backward(0)
+    return any(map(inside.holds_a_graph, balanced_layers(gpt)))
+
+
+@pytest.mark.parametrize("point", [SHARED, inside.REROUTE, inside.RUN_EXPERTS])
+def test_after_an_error_no_layer_holds_a_graph(point: str) -> None:
+    assert not any(run_ranks(_held_after_an_error, 2, point))
 
 
 def test_without_a_gpu_there_is_nothing_to_wait_for() -> None:
