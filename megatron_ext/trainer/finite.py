@@ -253,4 +253,5 @@ def _warn(said: str) -> None:
 def _end_run(said: str) -> NoReturn:
     if dist.get_rank() == 0:
         sys.stderr.write(f"error: {said}\n")
+    dist.barrier()  # A rank that ends early would have the launcher end the one that speaks.
     raise SystemExit(NO_RESTART)
