@@ -77,7 +77,7 @@ from megatron_ext.mcore.recompute import (
     refuse_other_checkpoints,
     take,
 )
-from megatron_ext.mcore.stages import ObservedMoELayer
+from megatron_ext.mcore.shared_experts import SharedExpertsLater
 from megatron_ext.transport import agree_on_transport
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
 _CAPACITY = "moe_expert_rank_capacity_factor"
 
 
-class BalancedMoELayer(ObservedMoELayer):
+class BalancedMoELayer(SharedExpertsLater):
     """Megatron's MoE layer whose EP ranks compute equally many assignments. Made by `balance_spec`.
 
     The constructor checks the settings and makes a dispatcher over physical experts. The first
@@ -175,8 +175,6 @@ class BalancedMoELayer(ObservedMoELayer):
         # the graph and the graph holds the forward.
         self._forward: Forward | None = None
         self._edge: Tensor | None = None
-        # Of the shared experts, where they come behind the push: their input, then their output.
-        self._shared: Tensor | None = None
         # Forwards in backward, whose delayed weight gradients are to come.
         self._delayed: list[Forward] = []
 
@@ -322,33 +320,12 @@ class BalancedMoELayer(ObservedMoELayer):
 
     def abandon_forward(self) -> None:
         """Let go of all that a forward has left that ended with an error."""
-        self._shared = None
+        self.drop_shared()
         self.drop_forward()
 
-    def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
-        """Compute the shared experts (Megatron), or leave them for behind the push."""
-        if self._has_shared_behind_push:
-            self._shared = hidden_states.view_as(hidden_states)
-            return None
-        output: Tensor | None = super().shared_experts_compute(hidden_states)
-        return output
-
-    def _compute_shared(self, hidden_states: Tensor) -> Tensor:
-        """Compute the shared experts from that view; their backward comes where it always does.
-
-        Autograd begins with what was computed last. The backward of shared experts before that of
-        the router would round otherwise, and overwrite Megatron's global buffer, where the backward
-        of an all-gather dispatcher leaves its gradient.
-        """
-        output: Tensor = super().shared_experts_compute(hidden_states)
-        if hidden_states.grad_fn is not None:
-            output = output.view_as(output)
-            output.grad_fn._set_sequence_nr(hidden_states.grad_fn._sequence_nr())  # type: ignore[union-attr]
-        return output
-
     @property
-    def _has_shared_behind_push(self) -> bool:
-        """Whether the shared experts are computed behind the push, beside plan and replicas.
+    def has_shared_later(self) -> bool:
+        """Whether shared experts are computed behind the push, beside plan and replicas.
 
         With the combined schedule the push comes later, and Megatron's graphs of a part of a layer
         hold the shared experts with the router.
@@ -361,7 +338,7 @@ class BalancedMoELayer(ObservedMoELayer):
 
     def _beside_shared(self) -> AbstractContextManager[None]:
         """Run beside the shared experts, if they come later."""
-        return beside(self.balancer.device) if self._has_shared_behind_push else nullcontext()
+        return beside(self.balancer.device) if self.has_shared_later else nullcontext()
 
     def preprocess_behind_graph(
         self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor
@@ -385,10 +362,10 @@ class BalancedMoELayer(ObservedMoELayer):
                 marks = self._plan(forward, chosen, probs.dtype)
             if not self.is_overlapped:
                 self.push(forward)
-            if self._shared is not None:
-                self._shared = self._compute_shared(self._shared)
+            if self.has_shared_later:
+                self.compute_shared()
         finally:  # After an error, too: a reset waits for the current stream.
-            if self._has_shared_behind_push:
+            if self.has_shared_later:
                 rejoin(self.balancer.device)
         with stage(REROUTE):
             probs, physical = self._reroute(forward, probs, routing_map, chosen, marks)
@@ -620,11 +597,9 @@ class BalancedMoELayer(ObservedMoELayer):
         output = super().combine(output, *args, **kwargs)
         return forward.before_combine_backward(output)
 
-    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+    def postprocess(self, *args: Any, **kwargs: Any) -> Tensor:
         """End the forward (Megatron), and drop the dispatcher's maps, which no backward reads."""
-        if shared_expert_output is None:
-            shared_expert_output, self._shared = self._shared, None
-        output = super().postprocess(output, shared_expert_output)
+        output: Tensor = super().postprocess(*args, **kwargs)
         release_maps(self.token_dispatcher)
         return output
 
