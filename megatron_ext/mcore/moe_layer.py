@@ -456,11 +456,12 @@ class BalancedMoELayer(SharedExpertsLater):
         if forward.buffers is not None:
             if self.training and torch.is_grad_enabled():
                 check_main_grads(forward.mains)
-            finish_parameter_gather(self.experts)
             forward.slot_grads = self.balancer.agree_on_slot_grads(forward.mains)
             if self.has_delayed_gradients and forward.mains.fused:
                 forward.delayed = self._delayed
         with self._beside_shared():
+            if forward.buffers is not None:
+                finish_parameter_gather(self.experts)
             forward.push(there)
 
     def _reroute(
