@@ -320,7 +320,7 @@ class BalancedMoELayer(SharedExpertsLater):
 
     def abandon_forward(self) -> None:
         """Let go of all that a forward has left that ended with an error."""
-        self.drop_shared()
+        self._shared = None
         self.drop_forward()
 
     @property

@@ -56,7 +56,3 @@ class SharedExpertsLater(ObservedMoELayer):
             shared_expert_output, self._shared = self._shared, None
         result: Tensor = super().postprocess(output, shared_expert_output)
         return result
-
-    def drop_shared(self) -> None:
-        """Let go of what a forward has left that ended with an error."""
-        self._shared = None
