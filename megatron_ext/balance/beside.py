@@ -2,8 +2,8 @@
 
 A plan takes one multiprocessor of a GPU, a push a few, and the shared experts have the others. The
 stream first waits for all that the current stream has been given, and the current stream later
-waits for it. So what is allocated on the stream needs no `record_stream`: its memory is used again
-by later work of the stream only, which waits for whoever read it on the current stream.
+waits for it. So its tensors need no `record_stream`: only later work of the stream gets their
+memory, and that work waits for every read on the current stream.
 """
 
 from __future__ import annotations

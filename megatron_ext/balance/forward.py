@@ -248,7 +248,8 @@ class Forward:
     pushing: Materializing | None = None
     """The transfer that begins behind the plan and ends before the experts."""
     rematerializing: Materializing | None = None
-    """The transfer that begins beside the combine's backward and ends before the experts'."""
+    """The transfer that begins in the layer above or with the combine's backward, and ends before
+    the experts'."""
     num_pushes: int = 0
     """`SlotBuffers.num_pushes` when the slots got this forward's replicas, or began to."""
     aside: Aside | None = None

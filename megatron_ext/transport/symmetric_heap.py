@@ -149,8 +149,8 @@ def domain_group(ep_group: ProcessGroup, peers: range, device: torch.device) -> 
 def _set_meanwhile(variables: Iterable[str]) -> Iterator[None]:
     """Set variables of the environment to 1, but those that are set.
 
-    Torch asks for them at each rendezvous. If they stayed, they would take multicast mappings from
-    whoever else uses symmetric memory in this process.
+    Torch asks for them at each rendezvous. If they stayed, torch would make no multicast mappings
+    for other users of symmetric memory in this process.
     """
     ours = [name for name in variables if name not in os.environ]
     os.environ.update(dict.fromkeys(ours, "1"))

@@ -110,7 +110,7 @@ def _share(rank: int) -> None:
                 heap.share(64)
                 assert fake.variables == {_NO_MULTICAST} | ({_SHARED_NUMBERS} if shared else set())
             assert (_SHARED_NUMBERS in heap._variables) == shared, why
-            # They would take multicast mappings from whoever asks for them in this process.
+            # With them set, torch makes multicast mappings for nobody in this process.
             assert not {_NO_MULTICAST, _SHARED_NUMBERS} & os.environ.keys(), why
     with _faked(fake := Torch(), f"GPU-{rank}"):
         os.environ[_NO_MULTICAST] = os.environ[_SHARED_NUMBERS] = "0"
