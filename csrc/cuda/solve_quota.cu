@@ -50,9 +50,10 @@ struct Sums {
     int32_t* place;          // [R] of a rank in busiest_first
     int32_t* hottest;        // [R] load of a rank's hottest main, if that fits
     int32_t* hottest_sum;    // [R] of these, in the order busiest_first, with those before it
+    int32_t* excess_sum;     // [R] the same of what ranks have above a threshold
 
     __host__ __device__ static constexpr int64_t bytes(int64_t ranks, int64_t experts) {
-        return (8 * (experts + ranks) + 4 * (4 * ranks + 2 * experts) + 15) / 16 * 16;
+        return (8 * (experts + ranks) + 4 * (5 * ranks + 2 * experts) + 15) / 16 * 16;
     }
 
     __device__ void lay_out(char* memory, int64_t ranks, int64_t experts) {
@@ -64,6 +65,7 @@ struct Sums {
         place = busier + experts;
         hottest = place + ranks;
         hottest_sum = hottest + ranks;
+        excess_sum = hottest_sum + ranks;
     }
 };
 
@@ -105,8 +107,10 @@ extern __shared__ float4 dynamic_memory[];
 //   sum_part(i, part, parts)  what a part has for an index
 template <int kBy, class SumPart, class Found>
 __device__ void for_each_sum(int count, SumPart sum_part, Found found) {
-    int shift = 5;  // 2^shift parts, at most as many as lanes
-    while (shift > 0 && count << shift > kBy) --shift;
+    static_assert((kBy & (kBy - 1)) == 0, "a power of two");
+    // 2^shift parts, at most as many as lanes, so that all indices have a thread each, if they can.
+    const int spare = __clz(count - 1) - __builtin_clz(kBy - 1);
+    const int shift = spare < 0 ? 0 : spare < 5 ? spare : 5;
     const int parts = 1 << shift;
     const int part = static_cast<int>(threadIdx.x) & (parts - 1);
     MEGATRON_EXT_ROLLED
@@ -167,19 +171,21 @@ __device__ void order_values(const int64_t* value, int count, Found found) {
     for_each_sum<kBy>(count, count_before, found);
 }
 
-// The loads of a domain, and its ranks in order if there is a place for them. By the whole block.
+// The loads of a domain, and its ranks in order if there is a place for them. By so many threads of
+// the block, of which this is the `thread`th.
 template <class Amount>
 __device__ void copy_loads(const Domain<int64_t>& domain,
                            Amount* expert_load,
                            Amount* home_load,
-                           int32_t* busiest_first) {
-    const auto thread = static_cast<int>(threadIdx.x);
+                           int32_t* busiest_first,
+                           int thread,
+                           int threads) {
     MEGATRON_EXT_ROLLED
-    for (int e = thread; e < domain.experts(); e += kThreads) {
+    for (int e = thread; e < domain.experts(); e += threads) {
         expert_load[e] = static_cast<Amount>(domain.expert_load[e]);
     }
     MEGATRON_EXT_ROLLED
-    for (int r = thread; r < domain.ranks; r += kThreads) {
+    for (int r = thread; r < domain.ranks; r += threads) {
         home_load[r] = static_cast<Amount>(domain.home_load[r]);
         if (busiest_first != nullptr) busiest_first[r] = domain.busiest_first[r];
     }
@@ -226,6 +232,9 @@ struct SharedMemory {
     using Amount = int32_t;
     static constexpr int kRanks = kMostRanks;
     static constexpr int kSlots = kMostSlots;
+    // Mains of a rank: a lane each, but where ranks are few.
+    static constexpr int kMains =
+        kMostRanks > DeviceWarp::kLanes ? DeviceWarp::kLanes : kMostExperts;
     static_assert((2 * kMostSlots + 1) * kMostRanks <= 1 << kIndexBits, "ids of offers in a chain");
     static_assert(kMostExperts <= 1 << kIndexBits, "mains of a rank");
     static_assert(kMostRanks <= 1 << kRankBits, "keys of ranks");
@@ -239,21 +248,14 @@ struct SharedMemory {
     __host__ static bool fits(const QuotaProblem& problem, int64_t most_bytes) {
         const int64_t ranks = problem.nvlink_domain;
         return ranks <= kMostRanks && ranks * mains_of(problem) <= kMostExperts &&
-               problem.num_slots <= kMostSlots && bytes() <= most_bytes;
+               mains_of(problem) <= kMains && problem.num_slots <= kMostSlots &&
+               bytes() <= most_bytes;
     }
 
-    // By the whole block, which waits before it tries.
-    __device__ void copy(const Domain<int64_t>& domain) const {
-        if (threadIdx.x == 0) placed() = {sizes_of<Amount>(domain), Flags{}};
-        copy_loads(domain, loads(), loads() + kMostExperts, order());
-    }
-
-    // Of ranks and replicas that there are not, lanes read what they ignore: it has to be an index.
     // By so many threads of the block, of which this is the `thread`th; it waits before it tries.
-    __device__ void clear(int thread, int threads) const {
-        auto* const tries = reinterpret_cast<float4*>(memory(0));
-        MEGATRON_EXT_ROLLED
-        for (int i = thread; i < kWarps * try_bytes() / 16; i += threads) tries[i] = float4{};
+    __device__ void copy(const Domain<int64_t>& domain, int thread, int threads) const {
+        if (thread == 0) placed() = {sizes_of<Amount>(domain), Flags{}};
+        copy_loads(domain, loads(), loads() + kMostExperts, order(), thread, threads);
     }
 
     __device__ Domain<Amount> domain() const {
@@ -309,8 +311,8 @@ struct GlobalMemory {
     __device__ void copy(const Domain<int64_t>& domain) const {
         auto* const expert_load = reinterpret_cast<Amount*>(start);
         auto* const home_load = expert_load + domain.experts();
-        copy_loads(domain, expert_load, home_load, nullptr);
         const auto thread = static_cast<int>(threadIdx.x);
+        copy_loads(domain, expert_load, home_load, nullptr, thread, kThreads);
         const int64_t loads = sizeof(Amount) * (domain.experts() + domain.ranks);
         const int64_t each = TryMemory<Amount>::bytes(domain.ranks, domain.experts(), domain.slots);
         if (thread <= kWarps) {
@@ -858,29 +860,37 @@ __device__ bool is_bound_within(
     const int32_t* const busiest_first = sums.busiest_first + d * ranks;
     const int32_t* const hottest = sums.hottest + d * ranks;
     int32_t* const hottest_sum = sums.hottest_sum + d * ranks;
-    int32_t before = 0;  // the sum of earlier ranks
+    int32_t* const excess_sum = sums.excess_sum + d * ranks;
+    // Both sums of the ranks up to one, side by side.
+    int32_t hottest_before = 0;
+    int32_t excess_before = 0;
     int32_t most = 0;
-    MEGATRON_EXT_ROLLED
-    for (int i = lane; i - lane < ranks; i += kLanes) {
-        const int32_t own = i < ranks ? hottest[busiest_first[i]] : 0;
-        const int32_t sum = before + sum_to_lane(own);
-        if (i < ranks) hottest_sum[i] = sum;
-        before = __shfl_sync(DeviceWarp::kAll, sum, kLanes - 1);
-        most = own > most ? own : most;
-    }
-    const int32_t brought = __reduce_max_sync(DeviceWarp::kAll, most);
-    __syncwarp();
-    before = 0;
-    int32_t left = 0;  // above the threshold, and without room
-    bool is_within = true;
-    MEGATRON_EXT_ROLLED
+#pragma unroll 2  // sums in flight at once
     for (int i = lane; i - lane < ranks; i += kLanes) {
         const bool is_rank = i < ranks;
         const int r = is_rank ? busiest_first[i] : 0;
+        const int32_t hot = is_rank ? hottest[r] : 0;
         const auto own =
             is_rank ? static_cast<int32_t>(sums.home_load[d * ranks + r] - threshold) : 0;
-        const int32_t excess = before + sum_to_lane(own);
-        before = __shfl_sync(DeviceWarp::kAll, excess, kLanes - 1);
+        const int32_t hottest_here = hottest_before + sum_to_lane(hot);
+        const int32_t excess_here = excess_before + sum_to_lane(own);
+        if (is_rank) {
+            hottest_sum[i] = hottest_here;
+            excess_sum[i] = excess_here;
+        }
+        hottest_before = __shfl_sync(DeviceWarp::kAll, hottest_here, kLanes - 1);
+        excess_before = __shfl_sync(DeviceWarp::kAll, excess_here, kLanes - 1);
+        most = hot > most ? hot : most;
+    }
+    const int32_t brought = __reduce_max_sync(DeviceWarp::kAll, most);
+    __syncwarp();
+    int32_t left = 0;  // above the threshold, and without room
+    bool is_within = true;
+#pragma unroll 2
+    for (int i = lane; i - lane < ranks; i += kLanes) {
+        const bool is_rank = i < ranks;
+        const int32_t excess = is_rank ? excess_sum[i] : 0;
+        const int32_t own = is_rank && i > 0 ? excess - excess_sum[i - 1] : excess;
         const int senders = i + 1;
         const int free = slots * (ranks - senders);
         const int taking = free < senders ? free : senders;
@@ -958,12 +968,13 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
     constexpr int kOrdering = kThreads / 2;
     constexpr int kSummingWarp = kWarps - 1;
     if (warp_idx == kSummingWarp) {
-        const int64_t sum = DeviceLanes<int64_t>{}.sum(
-            static_cast<int>(experts), [&](int e) -> int64_t { return sums.expert_load[e]; });
+        const int64_t sum = DeviceLanes<int64_t>{}.sum(DeviceWarp::kLanes, [&](int lane) {
+            int64_t own = 0;
+#pragma unroll 8  // reads in flight at once
+            for (int64_t e = lane; e < experts; e += DeviceWarp::kLanes) own += sums.expert_load[e];
+            return own;
+        });
         if (DeviceWarp::lane() == 0) total = sum;
-    } else if (thread >= kOrdering) {
-        constexpr int kOthers = kThreads - kOrdering - DeviceWarp::kLanes;
-        if constexpr (kInShared) Memory{}.clear(thread - kOrdering, kOthers);
     }
     uint32_t* const words_of_ranks = num_domains == 1 ? words : nullptr;
     if (!again) sum_ranks(problem, sums, words_of_ranks, in_words);
@@ -987,7 +998,11 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
     }
     __syncthreads();
 
-    if constexpr (kInShared) Memory{}.copy(job.domain);
+    // The first warp looks at bounds meanwhile.
+    constexpr int kLooking = DeviceWarp::kLanes;
+    if constexpr (kInShared) {
+        if (thread >= kLooking) Memory{}.copy(job.domain, thread - kLooking, kThreads - kLooking);
+    }
     int64_t start = target;
     int64_t worst = 0;
     if (again) {

@@ -533,7 +533,7 @@ Block::Block(const Program& program, const Function& entry, int warps)
     : program_(program),
       entry_(entry),
       num_warps_(warps),
-      shared_(kSharedBytes),
+      shared_(kSharedBytes, 0x55),  // what others have left there
       dynamic_shared_((program.shared_bytes + 127) / 128 * 128),
       spent_(program.sources.size()) {}
 

@@ -129,11 +129,49 @@ class MemoryAtHand {
 
 #ifdef __CUDACC__
 
+// A rank's mains by lanes, and words of what one keeps above its inverted number among the rank's:
+// so the first one is the hottest if nothing is left of any.
+struct MainLanes : RankLanes {
+    static constexpr uint32_t kLastMain = (1 << kIndexBits) - 1;
+
+    __device__ static uint32_t word_of_main(int32_t kept, int m) {
+        return (static_cast<uint32_t>(kept) << kIndexBits) + (kLastMain - m);
+    }
+    __device__ static int main_in(uint32_t word) {
+        return static_cast<int>(kLastMain - (word & kLastMain));
+    }
+    __device__ static int32_t kept_in(uint32_t word) {
+        return static_cast<int32_t>(word >> kIndexBits);
+    }
+
+    // The highest word below `below` of this lane's mains; main `changed` keeps `kept`.
+    //   amounts  of experts; the mains are `mains` of them, from `first` on, at most kMost
+    template <int kMost>
+    __device__ static uint32_t highest_word(const int32_t* amounts,
+                                            int first,
+                                            int mains,
+                                            uint32_t below = kAll,
+                                            int changed = -1,
+                                            int32_t kept = 0) {
+        const auto word_at = [&](int m) {
+            const uint32_t word = word_of_main(m == changed ? kept : amounts[first + m], m);
+            return word < below ? word : 0;
+        };
+        uint32_t word = lane() < mains ? word_at(lane()) : 0;
+        if constexpr (kMost > kLanes) {
+#pragma unroll 1
+            for (int m = lane() + kLanes; m < mains; m += kLanes) word = higher(word, word_at(m));
+        }
+        return word;
+    }
+};
+
 // As MemoryAtHand, function by function. No branches where a lane's values differ from another's:
 // all lanes would wait for them.
 template <class Warp>
-class RegistersAtHand : RankLanes {
+class RegistersAtHand : MainLanes {
     using Amount = typename Warp::Amount;
+    static constexpr int kMains = Warp::Memory::kMains;
     static constexpr int kEach = Warp::Memory::kRanks / kLanes;
 
   public:
@@ -171,7 +209,7 @@ class RegistersAtHand : RankLanes {
     }
 
     __device__ void fetch(int rank) {
-        next_word_ = highest_word(moves_.at().kept, rank * sizes_.mains, kAll, -1, 0);
+        next_word_ = highest_word<kMains>(moves_.at().kept, rank * sizes_.mains, sizes_.mains);
         Amount room = room_[0];
 #pragma unroll
         for (int k = 1; k < kEach; ++k) room = rank >= k * kLanes ? room_[k] : room;
@@ -211,9 +249,10 @@ class RegistersAtHand : RankLanes {
         const uint32_t word = __reduce_max_sync(kAll, by_load_);
         if (word <= kLastMain) return {};
         if (by_load_ == word) {
-            by_load_ = sizes_.mains <= kLanes
-                           ? 0
-                           : highest_word(moves_.domain().expert_load, first_, word, -1, 0);
+            by_load_ =
+                kMains <= kLanes
+                    ? 0
+                    : highest_word<kMains>(moves_.domain().expert_load, first_, sizes_.mains, word);
         }
         return main_of(word);
     }
@@ -378,9 +417,10 @@ class RegistersAtHand : RankLanes {
         const int m = main.index - first_;
         const bool is_main = lane() == lane_of(m);
         word_ = is_main ? word_of_main(kept, m) : word_;
-        if (sizes_.mains > kLanes) {
+        if constexpr (kMains > kLanes) {
             __syncwarp();  // Other lanes have written what mains keep.
-            const uint32_t word = highest_word(at.kept, first_, kAll, m, kept);
+            const uint32_t word =
+                highest_word<kMains>(at.kept, first_, sizes_.mains, kAll, m, kept);
             word_ = is_main ? word : word_;
         }
         find_hottest();
@@ -392,8 +432,6 @@ class RegistersAtHand : RankLanes {
     __device__ bool is_spent() const { return left_ <= 0; }
 
   private:
-    static constexpr uint32_t kLastMain = (1 << kIndexBits) - 1;
-
     // A host's room above its number, in one word; of a rank that is no host, no room.
     __device__ static uint32_t room_word(Amount room, int rank) {
         return static_cast<uint32_t>(room) << kRankBits | static_cast<uint32_t>(rank);
@@ -403,33 +441,10 @@ class RegistersAtHand : RankLanes {
         return {room > 0 ? static_cast<int>(word & kMostRank) : -1, room};
     }
 
-    // What a main keeps, above its inverted number among the rank's: so the first one is the
-    // hottest if nothing is left of any.
-    __device__ static uint32_t word_of_main(Amount kept, int m) {
-        return (static_cast<uint32_t>(kept) << kIndexBits) + (kLastMain - m);
-    }
     __device__ Best<Amount> main_of(uint32_t word) const {
-        return {first_ + static_cast<int>(kLastMain - (word & kLastMain)),
-                static_cast<Amount>(word >> kIndexBits)};
+        return {first_ + main_in(word), static_cast<Amount>(kept_in(word))};
     }
     __device__ void find_hottest() { hottest_ = __reduce_max_sync(kAll, word_); }
-
-    // The highest word below `below` of this lane's mains; of main `changed` it is of `kept`.
-    __device__ uint32_t
-    highest_word(const Amount* amounts, int first, uint32_t below, int changed, Amount kept) const {
-        const auto word_at = [&](int m) {
-            const uint32_t word = word_of_main(m == changed ? kept : amounts[first + m], m);
-            return word < below ? word : 0;
-        };
-        uint32_t word = lane() < sizes_.mains ? word_at(lane()) : 0;
-        if (sizes_.mains > kLanes) {
-#pragma unroll 1
-            for (int m = lane() + kLanes; m < sizes_.mains; m += kLanes) {
-                word = higher(word, word_at(m));
-            }
-        }
-        return word;
-    }
 
     __device__ uint32_t host_word(int t, Amount room, int32_t held) const {
         const bool is_host = (room >= least_) & (held < sizes_.slots);

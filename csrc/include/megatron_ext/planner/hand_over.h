@@ -3,10 +3,10 @@
 // rank's load and no slot changes, but the host sends instead of the sender. Two ways, with equal
 // results:
 //   HandOverInTurn  asks one host after the other
-//   HandOverAtOnce  looks at all of them side by side, with lanes' registers
+//   HandOverAtOnce  looks at all of them side by side, in registers
 #pragma once
 
-#include "megatron_ext/planner/held.h"
+#include "megatron_ext/planner/at_hand.h"
 #include "megatron_ext/planner/moves.h"
 
 namespace megatron_ext {
@@ -164,12 +164,15 @@ class HandOverInTurn {
 
 #ifdef __CUDACC__
 
-// A lane looks at a host. The work is that of one host after the other.
+// A lane has of its own ranks what they send, keep and hold. The work is that of one host after the
+// other. No branches where a lane's values differ from another's.
 template <class Warp>
-class HandOverAtOnce : RankLanes {
+class HandOverAtOnce : MainLanes {
     using Amount = typename Warp::Amount;
     static constexpr int kEach = Moves<Warp>::kRanks / kLanes;
-    static constexpr int kReplicas = kEach * Moves<Warp>::kSlots;
+    static constexpr int kSlots = Moves<Warp>::kSlots;
+    static constexpr int kMains = Warp::Memory::kMains;
+    static constexpr uint32_t kLastReplica = (1 << kIndexBits) - 1;
 
   public:
     __device__ explicit HandOverAtOnce(Moves<Warp>& moves)
@@ -195,7 +198,7 @@ class HandOverAtOnce : RankLanes {
             left_ -= rounds_of(sizes_.ranks);
             if (word == 0 || !spare(rank_in(word), number_in(word))) break;
         }
-        moves_.leave_work(left_);
+        store();
     }
 
     __device__ void load() {
@@ -203,185 +206,247 @@ class HandOverAtOnce : RankLanes {
         __syncwarp();
 #pragma unroll
         for (int k = 0; k < kEach; ++k) {
-            const int t = rank_of(k);
-            sends_[k] = t < sizes_.ranks ? at.sends[t] : 0;
-        }
+            const bool is_rank = rank_of(k) < sizes_.ranks;
+            const int t = is_rank ? rank_of(k) : 0;
+            const int held = is_rank ? at.held[t] : 0;
+            sends_[k] = is_rank ? at.sends[t] : 0;
+            hottest_[k] = at.hottest[t];
+            most_[k] = at.kept[hottest_[k]];
 #pragma unroll
-        for (int j = 0; j < kReplicas; ++j) {
-            const int i = replica_of(j);
-            const int t = sizes_.rank_of(i);
-            const bool is_rank = t < sizes_.ranks;
-            const bool is_held = is_rank & (i - t * sizes_.slots < at.held[is_rank ? t : 0]);
-            giver_[j] = is_held ? at.giver[is_held ? i : 0] : -1;
+            for (int s = 0; s < kSlots; ++s) {
+                const int i = s < held ? replica_of(k, s) : 0;
+                expert_[k][s] = s < held ? at.expert[i] : -1;
+                size_[k][s] = static_cast<uint32_t>(at.amount[i]) << kIndexBits | i;
+            }
         }
         left_ = moves_.work_left();
+    }
+
+    // Experts are there already. Who gives a replica is not asked any more.
+    __device__ void store() {
+        const auto& at = moves_.at();
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            at.sends[rank_of(k)] = sends_[k];
+#pragma unroll
+            for (int s = 0; s < kSlots; ++s) {
+                if (expert_[k][s] >= 0) at.amount[replica_of(k, s)] = amount_in(size_[k][s]);
+            }
+        }
+        moves_.leave_work(left_);
+        __syncwarp();
     }
 
     // Hand a replica of the sender, which sends so many, to the host that sends least of all hosts
     // that can take one over: the smallest that it can.
     __device__ bool spare(int sender, int32_t sends) {
-        const auto& at = moves_.at();
-        const int count = list_given(sender);
-        const Amount fewer = sends - 1;
-        // So many hosts side by side, 2 to the power of `bits`; each for several replicas. Where
-        // there are many, the first one comes by itself: it mostly can.
-        const int all = count <= 8 ? 3 : count <= 16 ? 4 : 5;
-        const uint32_t first_host = count <= 8 ? 0 : find_first(count, fewer);
-        int bits = first_host > 0 ? 0 : all;
-        uint32_t last_host = kAll;  // of what was found last, and cannot be handed over
-        uint32_t last_size = 0;
+        look_at(sender, sends - 1);
+        uint32_t host = kAll;
+        uint32_t size = kAll;
         MEGATRON_EXT_ROLLED
         while (true) {
-            uint32_t host = 0;
-            uint32_t smallest = kAll;
-            MEGATRON_EXT_ROLLED
-            for (int first = 0; first < (bits == 0 ? 1 : count); first += 1 << bits) {
-                const int v = first + (lane() & ((1 << bits) - 1));
-                const int via = bits == 0 ? rank_in(first_host) : host_of(v < count ? v : 0);
-                const uint32_t word = v < count ? word_of(fewer - at.sends[via], via) : 0;
-                const Amount most = at.kept[at.hottest[via]];  // no main gives more
-                const int slot = via * sizes_.slots;
-                const int held = at.held[via];
-                HeldExperts<Moves<Warp>::kSlots> experts;
-                experts.load(at.expert + slot, held);
-                Amount room = -1;  // what a replica of the sender may grow by
-                MEGATRON_EXT_ROLLED
-                for (int k = 0; k < sizes_.slots; ++k) {
-                    const bool is_given = (k < held) & (at.giver[slot + k] == sender);
-                    const Amount kept = at.kept[at.expert[slot + k]];
-                    room = is_given & (kept > room) ? kept : room;
-                }
-                MEGATRON_EXT_ROLLED
-                for (int next = 0; next < count; next += kLanes >> bits) {
-                    const int g = next + (lane() >> bits);
-                    const int i = at.given[g < count ? g : 0];
-                    const Amount amount = at.amount[i];
-                    const uint32_t size = static_cast<uint32_t>(amount) << kIndexBits | g;
-                    const bool is_other =
-                        static_cast<unsigned>(i - slot) >= static_cast<unsigned>(sizes_.slots);
-                    const bool grows = (amount <= room) | experts.has(at.expert[i]);
-                    const bool is_new =
-                        (word < last_host) | ((word == last_host) & (size > last_size));
-                    const bool is_better = (word > host) | ((word == host) & (size < smallest));
-                    const bool can = (g < count) & is_other & (amount <= most) & grows & (word > 0);
-                    smallest = can & is_new & is_better ? size : smallest;
-                    host = can & is_new & is_better ? word : host;
-                }
-            }
-            const uint32_t best = __reduce_max_sync(kAll, host);
-            if ((best == 0) & (bits == 0)) {
-                bits = all;
-                continue;
-            }
-            const int32_t work = count_asked(count, fewer, best) * each_;
-            const uint32_t least = __reduce_min_sync(kAll, host == best ? smallest : kAll);
-            if ((best == 0) | (work - each_ >= left_)) {
+            if (size == kAll) host = find_host(host, size);
+            const int32_t work = count_asked(host) * each_;
+            if ((host == 0) | (work - each_ >= left_)) {
                 // It ends when all is spent.
                 left_ -= work < left_ ? work : (left_ + each_ - 1) / each_ * each_;
                 return false;
             }
-            const int replica = at.given[least & ((1u << kIndexBits) - 1)];
-            if (hand_over(sender, rank_in(best), replica)) {
+            if (size > 0 && hand_over(sender, rank_in(host), size)) {
                 left_ -= work;
                 return true;
             }
-            last_host = best;
-            last_size = least;
+            size = smallest_for(rank_in(host), size);
         }
     }
 
-    // The replicas of a sender's mains to `given`, rising; returns how many.
-    __device__ int list_given(int sender) const {
+    // What the lane's ranks have of the sender, and which of them may send more: not as many as
+    // that, `fewer`.
+    __device__ void look_at(int sender, Amount fewer) {
         const auto& at = moves_.at();
-        const unsigned before = (1u << lane()) - 1;
-        int count = 0;
+        first_ = sender * sizes_.mains;
 #pragma unroll
-        for (int j = 0; j < kReplicas; ++j) {
-            const unsigned given = __ballot_sync(kAll, giver_[j] == sender);
-            if (giver_[j] == sender) at.given[count + __popc(given & before)] = replica_of(j);
-            count += __popc(given);
+        for (int k = 0; k < kEach; ++k) {
+            room_[k] = -1;
+#pragma unroll
+            for (int s = 0; s < kSlots; ++s) {
+                const bool is_given = static_cast<unsigned>(expert_[k][s] - first_) <
+                                      static_cast<unsigned>(sizes_.mains);
+                const Amount kept = at.kept[is_given ? expert_[k][s] : 0];
+                kept_[k][s] = is_given ? kept : -1;
+                room_[k] = kept_[k][s] > room_[k] ? kept_[k][s] : room_[k];
+            }
+            host_[k] = room_[k] >= 0 ? word_of(fewer - sends_[k], rank_of(k)) : 0;
         }
-        __syncwarp();
-        return count;
     }
 
-    // Who holds one of the replicas in `given`.
-    __device__ int host_of(int g) const { return sizes_.rank_of(moves_.at().given[g]); }
-
-    // The host that is asked first: its word, or 0.
-    __device__ uint32_t find_first(int count, Amount fewer) const {
-        uint32_t first = 0;
-        MEGATRON_EXT_ROLLED
-        for (int g = lane(); g < count; g += kLanes) {
-            const int via = host_of(g);
-            first = higher(first, word_of(fewer - moves_.at().sends[via], via));
+    // The host that sends least, of those whose words are below that and that may be able to take a
+    // replica over; its word, or 0. `size` becomes the smallest replica that it can, or 0 where
+    // that is not known yet.
+    __device__ uint32_t find_host(uint32_t below, uint32_t& size) const {
+        // Mostly a replica that it holds has room for the sender's smallest one elsewhere.
+        uint32_t own = kAll;
+        for_each_given([&](int, int, uint32_t each) { own = lower(own, each); });
+        const uint32_t smallest = __reduce_min_sync(kAll, own);
+        const int there = sizes_.rank_of(static_cast<int>(smallest & kLastReplica));
+        own = kAll;
+        for_each_given([&](int k, int, uint32_t each) {
+            own = lower(own, rank_of(k) != there ? each : kAll);
+        });
+        const uint32_t elsewhere = __reduce_min_sync(kAll, own);
+        uint32_t word = 0;
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            const uint32_t for_host = rank_of(k) == there ? elsewhere : smallest;
+            const Amount amount = amount_in(for_host);
+            const bool may = (host_[k] < below) & (for_host != kAll) & (amount <= most_[k]);
+            const uint32_t has_room = amount <= room_[k] ? 1 : 0;
+            word = higher(word, may ? host_[k] << 1 | has_room : 0);
         }
-        return __reduce_max_sync(kAll, first);
+        word = __reduce_max_sync(kAll, word);
+        const uint32_t host = word >> 1;
+        size = (word & 1) == 0 ? 0 : rank_in(host) == there ? elsewhere : smallest;
+        return host;
     }
 
-    // How many hosts are asked until the best one, each once; all if there is no best one.
-    __device__ int count_asked(int count, Amount fewer, uint32_t best) const {
-        const auto& at = moves_.at();
+    // The smallest replica above `last` that a host can take over, or kAll.
+    __device__ uint32_t smallest_for(int host, uint32_t last) const {
+        const Amount most = of_rank(most_, host);
+        const Amount room = of_rank(room_, host);
+        bool has[kEach][kSlots] = {};
+#pragma unroll
+        for (int slot = 0; slot < kSlots; ++slot) {
+            int32_t of_slot[kEach];
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) of_slot[k] = expert_[k][slot];
+            const int32_t expert = of_rank(of_slot, host);
+            for_each_given([&](int k, int s, uint32_t) { has[k][s] |= expert_[k][s] == expert; });
+        }
+        uint32_t own = kAll;
+        for_each_given([&](int k, int s, uint32_t size) {
+            const Amount amount = amount_in(size);
+            const bool can = (rank_of(k) != host) & (size > last) & (amount <= most) &
+                             ((amount <= room) | has[k][s]);
+            own = lower(own, can ? size : kAll);
+        });
+        return __reduce_min_sync(kAll, own);
+    }
+
+    // How many hosts are asked until that one; all if there is none.
+    __device__ int count_asked(uint32_t host) const {
         int asked = 0;
-        MEGATRON_EXT_ROLLED
-        for (int first = 0; first < count; first += kLanes) {
-            const int g = first + lane() < count ? first + lane() : 0;
-            const int via = host_of(g);
-            const bool is_again = (g > 0) & (host_of(g > 0 ? g - 1 : 0) == via);
-            const uint32_t word = word_of(fewer - at.sends[via], via);
-            const bool is_asked = (first + lane() < count) & !is_again & (word > 0);
-            asked += __popc(__ballot_sync(kAll, is_asked & (word >= best)));
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            asked += __popc(__ballot_sync(kAll, (host_[k] > 0) & (host_[k] >= host)));
         }
         return asked;
     }
 
     // False if the host has no main to give instead.
-    __device__ bool hand_over(int sender, int host, int replica) {
+    __device__ bool hand_over(int sender, int host, uint32_t size) {
         const auto& at = moves_.at();
+        const auto replica = static_cast<int>(size & kLastReplica);
+        const Amount amount = amount_in(size);
         const int t = sizes_.rank_of(replica);
+        const int slot = replica - t * sizes_.slots;
         const int expert = at.expert[replica];
-        const Amount amount = at.amount[replica];
-        // A lane looks at a slot of both.
-        const bool is_slot = lane() < sizes_.slots;
-        const int k = is_slot ? lane() : 0;
-        const int own = at.expert[host * sizes_.slots + k];
-        const bool is_given = at.giver[host * sizes_.slots + k] == sender;
-        const bool grows = (own == expert) | (is_given & (at.kept[own] >= amount));
-        const unsigned growing = __ballot_sync(kAll, is_slot & (k < at.held[host]) & grows);
-        int main = at.hottest[host];
-        const bool is_main = at.expert[t * sizes_.slots + k] == main;
-        if (__ballot_sync(kAll, is_slot & (k < at.held[t]) & is_main) != 0) {
-            main = moves_.main_for(host, t);
-            if (main < 0 || at.kept[main] < amount) return false;
-        }
-        const int grown = host * sizes_.slots + 31 - __clz(growing & (0u - growing));  // the first
-        moves_.warp().once([&] { moves_.hand_over(replica, host, main, grown); });
-        MEGATRON_EXT_ROLLED
-        for (int i = 0; i < 2; ++i) {
-            const int rank = i == 0 ? sender : host;
-            const int hottest = moves_.find_hottest(rank);
-            if (lane() == 0) at.hottest[rank] = hottest;
-        }
+        int main = of_rank(hottest_, host);
+        Amount kept = of_rank(most_, host);
+        bool is_there = false;
 #pragma unroll
-        for (int j = 0; j < kEach; ++j) {
-            sends_[j] += (rank_of(j) == host) - (rank_of(j) == sender);
-        }
+        for (int k = 0; k < kEach; ++k) {
 #pragma unroll
-        for (int j = 0; j < kReplicas; ++j) {
-            giver_[j] = replica_of(j) == replica ? host : giver_[j];
+            for (int s = 0; s < kSlots; ++s) {
+                is_there |= (rank_of(k) == t) & (expert_[k][s] == main);
+            }
+        }
+        if (__ballot_sync(kAll, is_there) != 0) {
+            main = moves_.other_main_for(host, t);
+            kept = main < 0 ? 0 : at.kept[main];
+            if (kept < amount) return false;
+        }
+        // What the host returns of the very expert goes back and forth.
+        const Amount of_expert = at.kept[expert] + amount;
+        int returned = -1;
+        Amount of_returned = 0;
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            const int rank = rank_of(k);
+#pragma unroll
+            for (int s = 0; s < kSlots; ++s) {
+                const bool grows = (rank == host) & (returned < 0) &
+                                   ((expert_[k][s] == expert) | (kept_[k][s] >= amount));
+                size_[k][s] += grows ? static_cast<uint32_t>(amount) << kIndexBits : 0;
+                returned = grows ? expert_[k][s] : returned;
+                of_returned = grows ? kept_[k][s] - amount : of_returned;
+                expert_[k][s] = (rank == t) & (s == slot) ? main : expert_[k][s];
+            }
+            sends_[k] += (rank == host) - (rank == sender);
+        }
+        __syncwarp();  // What lanes still read must not change under them.
+        if (returned >= 0) {
+            at.expert[replica] = main;
+            at.kept[main] = kept - amount;
+            if (returned != expert) {
+                at.kept[expert] = of_expert;
+                at.kept[returned] = of_returned;
+            }
         }
         __syncwarp();
+        const uint32_t of_sender = __reduce_max_sync(
+            kAll, highest_word<kMains>(at.kept, sender * sizes_.mains, sizes_.mains));
+        const uint32_t of_host = __reduce_max_sync(
+            kAll, highest_word<kMains>(at.kept, host * sizes_.mains, sizes_.mains));
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            const bool is_host = rank_of(k) == host;
+            const uint32_t word = is_host ? of_host : of_sender;
+            const bool is_other = is_host | (rank_of(k) == sender);
+            hottest_[k] = is_other ? rank_of(k) * sizes_.mains + main_in(word) : hottest_[k];
+            most_[k] = is_other ? kept_in(word) : most_[k];
+        }
         return true;
     }
 
-    __device__ static int replica_of(int j) { return lane() + j * kLanes; }
+    // found(k, s, size): of the lane's replicas that the sender gave.
+    template <class Found>
+    __device__ void for_each_given(Found found) const {
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+#pragma unroll
+            for (int s = 0; s < kSlots; ++s) found(k, s, kept_[k][s] >= 0 ? size_[k][s] : kAll);
+        }
+    }
+
+    // What lanes have of a rank.
+    template <class Value>
+    __device__ static Value of_rank(const Value (&values)[kEach], int rank) {
+        Value value = values[0];
+#pragma unroll
+        for (int k = 1; k < kEach; ++k) value = rank >= k * kLanes ? values[k] : value;
+        return __shfl_sync(kAll, value, lane_of(rank));
+    }
+
+    __device__ int replica_of(int k, int s) const { return rank_of(k) * sizes_.slots + s; }
+    __device__ static Amount amount_in(uint32_t size) {
+        return static_cast<Amount>(size >> kIndexBits);
+    }
 
     Moves<Warp>& moves_;
     const DomainSizes<Amount> sizes_;
-    const int32_t each_;        // work to ask a host
-    int32_t sends_[kEach];      // of this lane's ranks
-    int32_t giver_[kReplicas];  // of this lane's replicas; -1 where there is none
-    int32_t left_ = 0;          // work
+    const int32_t each_;  // work to ask a host
+    int32_t left_ = 0;    // work
+    // Of this lane's ranks, and their slots.
+    int32_t sends_[kEach];
+    int32_t hottest_[kEach];         // main that keeps most
+    Amount most_[kEach];             // what it keeps
+    int32_t expert_[kEach][kSlots];  // -1 where there is no replica
+    uint32_t size_[kEach][kSlots];   // assignments above the replica's number
+    // The same for one sender.
+    int first_ = 0;               // of its mains
+    Amount kept_[kEach][kSlots];  // by the main of a replica that it gave; else -1
+    Amount room_[kEach];          // most of these
+    uint32_t host_[kEach];        // the word of a rank that may send more
 };
 
 #endif

@@ -265,6 +265,17 @@ class Moves {
         return slot_of(t, hot) < 0 ? hot : other_main_for(rank, t);
     }
 
+    // As main_for, where the hottest main is on rank t.
+    MEGATRON_EXT_HOST_DEVICE int other_main_for(int rank, int t) const {
+        const auto& at = this->at();
+        int best = -1;
+        MEGATRON_EXT_ROLLED
+        for (int e = rank * domain().mains; e < (rank + 1) * domain().mains; ++e) {
+            if ((best < 0 || at.kept[e] > at.kept[best]) && slot_of(t, e) < 0) best = e;
+        }
+        return best;
+    }
+
     MEGATRON_EXT_HOST_DEVICE Amount least_room() const {
         return domain().min_quota > 1 ? domain().min_quota : 1;
     }
@@ -308,17 +319,6 @@ class Moves {
     MEGATRON_EXT_HOST_DEVICE const typename Warp::Given& given() const { return given_; }
 
   private:
-    // As main_for, where the hottest main is on rank t.
-    MEGATRON_EXT_HOST_DEVICE int other_main_for(int rank, int t) const {
-        const auto& at = this->at();
-        int best = -1;
-        MEGATRON_EXT_ROLLED
-        for (int e = rank * domain().mains; e < (rank + 1) * domain().mains; ++e) {
-            if ((best < 0 || at.kept[e] > at.kept[best]) && slot_of(t, e) < 0) best = e;
-        }
-        return best;
-    }
-
     const typename Warp::Memory memory_;
     const Warp warp_{};
     const int32_t work_limit_;

@@ -266,8 +266,8 @@ class LanesSearch : RankLanes {
             for (int s = 0; s < kSlots; ++s) {
                 const bool is_held = is_rank & (s < held);
                 const int replica = is_held ? t * sizes_.slots + s : 0;
-                giver_[k][s] = at.giver[replica];
-                forth_[k][s] = is_held ? at.kept[at.expert[replica]] : 0;
+                giver_[k][s] = is_held ? at.giver[replica] : 0;
+                forth_[k][s] = is_held ? at.kept[is_held ? at.expert[replica] : 0] : 0;
                 back_[k][s] = is_held ? at.amount[replica] : 0;
             }
         }

@@ -217,7 +217,6 @@ MEGATRON_EXT_HOST_DEVICE bool choose_at_start(bool even,
     }
     keep(first);
     int32_t allowed = INT32_MAX;  // no more replicas than UltraEP's plan for the threshold has
-    MEGATRON_EXT_ROLLED
     for (int i = 1; i < kCompeting; ++i) {
         const auto method = static_cast<Method>(i);
         const Verdict verdict = verdict_of(method);

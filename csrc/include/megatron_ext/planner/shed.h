@@ -39,14 +39,14 @@ class Shedding {
         while (true) {
             if (at_hand.excess() <= 0) {
                 at_hand.leave();
-                if (++place > last) break;
+                ++place;
                 rank = next;
                 at_hand.turn_to(rank);
-                if (at_hand.excess() <= 0) break;  // Those that have too much come first.
                 next = at.order[place < last ? place + 1 : place];
                 at_hand.fetch(next);
             }
-            if (at_hand.is_spent()) break;
+            // Those that have too much come first, and one has not: else there is no room anywhere.
+            if ((at_hand.excess() <= 0) | at_hand.is_spent()) break;
             at_hand.spend(8 * pass);
             const Amount whole = at_hand.excess();
             const Best<Amount> hot = at_hand.hottest();
@@ -59,32 +59,34 @@ class Shedding {
             at_hand.look(hot.index, from, is_enough ? needed : most);
             Best<Amount> host = at_hand.tightest();
             Amount piece = needed;
-            bool is_found = is_enough && host.index >= 0;
-            if (!is_found && is_enough && pairs_) {
-                const Pair<Amount> pair = at_hand.tightest_pair(whole);
-                at_hand.spend(6 * rounds_of(pair.values));
-                is_found = pair.higher.index >= 0;
-                host = pair.higher;
-                piece = host.key;
-            }
-            if (!is_found) {
-                // The largest piece, unless a chain carries more.
-                if (host.index < 0) host = at_hand.roomiest_below();
-                piece = moves_.least(most, host.key);
-                const bool may_chain = piece < whole && at_hand.is_any_roomier(piece);
-                if (may_chain || host.index < 0) {
-                    at_hand.leave();
-                    at_hand.store();
-                    const bool is_moved = (may_chain && chain_.move(rank, whole, piece)) ||
-                                          (host.index < 0 && swap(rank, whole));
-                    at_hand.load();
-                    if (is_moved) {
-                        at_hand.fetch(rank);
-                        at_hand.turn_to(rank);
-                        at_hand.fetch(next);
-                        continue;
+            if (!is_enough || host.index < 0) {
+                bool is_pair = false;
+                if (is_enough && pairs_) {
+                    const Pair<Amount> pair = at_hand.tightest_pair(whole);
+                    at_hand.spend(6 * rounds_of(pair.values));
+                    is_pair = pair.higher.index >= 0;
+                    host = pair.higher;
+                    piece = host.key;
+                }
+                if (!is_pair) {
+                    // The largest piece, unless a chain carries more.
+                    if (host.index < 0) host = at_hand.roomiest_below();
+                    piece = moves_.least(most, host.key);
+                    const bool may_chain = piece < whole && at_hand.is_any_roomier(piece);
+                    if (may_chain || host.index < 0) {
+                        at_hand.leave();
+                        at_hand.store();
+                        const bool is_moved = (may_chain && chain_.move(rank, whole, piece)) ||
+                                              (host.index < 0 && swap(rank, whole));
+                        at_hand.load();
+                        if (is_moved) {
+                            at_hand.fetch(rank);
+                            at_hand.turn_to(rank);
+                            at_hand.fetch(next);
+                            continue;
+                        }
+                        if (host.index < 0) break;
                     }
-                    if (host.index < 0) break;
                 }
             }
             at_hand.give(hot, host, piece);
