@@ -38,6 +38,10 @@ from tests.ranks import after_call
 GPU = {"tensorwise": "hopper", "blockwise": "hopper", "mxfp8": "blackwell", "nvfp4": "blackwell"}
 """What a recipe of Megatron runs on: `answer_like`."""
 
+OTHER_GPUS = (("tensorwise", "blackwell"), ("blockwise", "blackwell"))
+"""What else recipes run on. With one scale, a Blackwell has one copy for both directions; products
+in blocks are MXFP8's there, of the same numbers."""
+
 _CAPABILITY = {"hopper": (9, 0), "blackwell": (10, 0)}
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -145,22 +149,39 @@ def create_empty_quantized_tensor(
     if type(quantizer).__name__ == "Float8Quantizer":
         raise NotImplementedError("delayed scaling has no twin")
     made = quantizer.storage_metadata(dtype)
-    buffers = dict.fromkeys(dict(made["cls"]._INNER_TENSORS).values())
-    for attribute, (size, buffer_dtype) in quantizer.inner_tensor_specs(tuple(shape)).items():
-        nothing = float("nan") if buffer_dtype.is_floating_point else 0xFF
-        name = dict(made["cls"]._INNER_TENSORS)[attribute]
-        buffers[name] = torch.full(size, nothing, dtype=buffer_dtype)
     nominal: dict[str, Any] = {}
     if issubclass(made["cls"], Tensor):
         nominal = dict(shape=torch.Size(shape), dtype=dtype, device="cpu")
-    return made["cls"](**nominal, **buffers, **made["nontensor_kwargs"])
+    names = dict(made["cls"]._INNER_TENSORS).values()
+    made = made["cls"](**nominal, **dict.fromkeys(names), **made["nontensor_kwargs"])
+    _fit(made, quantizer, shape)
+    return made
+
+
+def _fit(tensor: Any, quantizer: Any, shape: Sequence[int]) -> None:
+    """Let a tensor have the buffers that the quantizer writes, and no others."""
+    specs = quantizer.inner_tensor_specs(tuple(shape))
+    for attribute, _ in tensor._INNER_TENSORS:
+        if attribute not in specs:
+            setattr(tensor, attribute, None)
+        elif getattr(tensor, attribute) is None:
+            size, dtype = specs[attribute]
+            nothing = float("nan") if dtype.is_floating_point else 0xFF
+            setattr(tensor, attribute, torch.full(size, nothing, dtype=dtype))
+    if hasattr(tensor, "_transpose_invalid"):
+        tensor._transpose_invalid = tensor._transpose is None
 
 
 @torch.no_grad()
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
-    """The tensor quantized, in `output` if there is one; `noop` may say to leave that as it is."""
+    """The tensor quantized, in `output` if there is one; `noop` may say to leave that as it is.
+
+    An output loses a copy that its quantizer does not write, and gets one that is not there.
+    """
     if output is None:
         output = create_empty_quantized_tensor(quantizer, tensor.shape, tensor.dtype)
+    elif type(quantizer).__name__ != "Float8Quantizer":  # It names no buffers.
+        _fit(output, quantizer, output.shape)
     if noop is None or not noop.any():
         rows = tensor.detach().reshape(-1, tensor.shape[-1])
         _QUANTIZE[type(quantizer).__name__](rows, quantizer, output)
@@ -342,6 +363,16 @@ _OF_GROUPS = {
 """Buffers of packed groups, and their names in a quantized tensor."""
 
 
+def check_groups(number: int) -> None:
+    """Arguments of one kernel hold so many groups.
+
+    Raises:
+        RuntimeError: There are more.
+    """
+    if number > 64:
+        raise RuntimeError(f"a kernel takes 64 groups, got {number}")
+
+
 @torch.no_grad()
 def group_quantize(
     tensor: Tensor, quantizer: Any, num_groups: int, split_sizes: Tensor, **_: Any
@@ -385,6 +416,8 @@ def split_quantize(
     for group, (rows, quantizer) in enumerate(zip(split_sizes, quantizers, strict=True)):
         if rows and (other := groups.setdefault(id(quantizer), group)) != group:
             raise ValueError(f"groups {other} and {group} have rows, and one quantizer for both")
+    if type(quantizers[0]).__name__ == "NVFP4Quantizer":
+        check_groups(len(split_sizes))
     parts = tensor.split(list(split_sizes))
     return [quantize(part, quantizer) for part, quantizer in zip(parts, quantizers, strict=True)]
 

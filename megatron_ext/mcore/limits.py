@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_ext.balance.strategies import STRATEGIES, get_planner, of_methods
 from megatron_ext.balance.strategies.strategy import ForcesEven, FromPlacement, StaysMegatron
 from megatron_ext.config import BalanceConfig
-from megatron_ext.transport import TRANSPORTS, resolve_transport
+from megatron_ext.transport import TRANSPORTS, TransportKind, resolve_transport
 from megatron_ext.transport.gpus import lack_here
 
 
@@ -131,19 +131,36 @@ def _transport_problems(balance: BalanceConfig, config: Any) -> list[str]:
     ep_size = config.expert_model_parallel_size
     if ep_size == 1:  # One rank has no slots.
         return []
-    problems = []
+    problems = _slot_problems(balance, config, transport)
     if not transport.adds_float16:
         problems += broken(MUST_BE_TO_ADD, config, f"transport {transport.name}")
-    strategy = STRATEGIES.get(balance.strategy)
-    if strategy is not None and transport.max_slots is not None:
-        slots = strategy.num_slots(balance.slots, (config.num_moe_experts or 0) // ep_size)
-        if slots > transport.max_slots:
-            of = f" of balance.strategy={strategy.name}" if slots != balance.slots else ""
-            problems.append(
-                f"balance.slots ({slots}{of}) must be <= {transport.max_slots}: transport "
-                f"{transport.name} has flags for no more"
-            )
     return problems
+
+
+_MOST_GROUPS = 64
+"""Experts that a kernel of Transformer Engine takes, where one kernel takes all of a rank."""
+
+
+def _slot_problems(balance: BalanceConfig, config: Any, transport: TransportKind) -> list[str]:
+    if (strategy := STRATEGIES.get(balance.strategy)) is None:
+        return []
+    mains = (config.num_moe_experts or 0) // config.expert_model_parallel_size
+    most = [(transport.max_slots, f"transport {transport.name} has flags for no more")]
+    # All others take expert by expert.
+    for name in ("fp4", "use_transformer_engine_op_fuser"):
+        if getattr(config, name, None):
+            reason = (
+                f"Transformer Engine's kernels for {name} take {_MOST_GROUPS} experts, and a rank "
+                f"has {mains} of its own (raise --expert-model-parallel-size)"
+            )
+            most.append((max(_MOST_GROUPS - mains, 0), reason))
+    slots = strategy.num_slots(balance.slots, mains)
+    of = f" of balance.strategy={strategy.name}" if slots != balance.slots else ""
+    return [
+        f"balance.slots ({slots}{of}) must be <= {number}: {reason}"
+        for number, reason in most
+        if number is not None and slots > number
+    ]
 
 
 def _check_gpu() -> None:

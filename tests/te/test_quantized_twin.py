@@ -17,7 +17,11 @@ from torch import Tensor
 
 from megatron_ext.cpu_platform import enable_cpu_platform
 from tests.ranks import run_ranks
-from tests.te_on_cpu import enable_te_on_cpu, te_general_grouped_gemm
+from tests.te_on_cpu import (
+    enable_te_on_cpu,
+    te_general_grouped_gemm,
+    te_general_grouped_gemm_by_counts,
+)
 from tests.te_quantized_on_cpu import (
     GPU,
     answer_like,
@@ -483,6 +487,41 @@ def test_groups_with_rows_have_quantizers_of_their_own() -> None:
         tex.split_quantize(tokens, [16, 0, 32], [first, second, first])
 
 
+def test_kernels_for_groups_take_64() -> None:
+    import transformer_engine_torch as tex
+
+    tokens = torch.randn(16, INPUTS).bfloat16()
+    for name, most in (("nvfp4", 64), ("blockwise", 65)):
+        quantizers = [_quantizer(name) for _ in range(65)]
+        tex.split_quantize(tokens, [16] + [0] * (most - 1), quantizers[:most])
+    quantizers = [_quantizer("nvfp4") for _ in range(65)]
+    with pytest.raises(RuntimeError, match="got 65"):
+        tex.split_quantize(tokens, [16] + [0] * 64, quantizers)
+    weights, ones = [torch.ones(1, 1)] * 65, torch.ones(1)
+    with pytest.raises(RuntimeError, match="got 65"):
+        te_general_grouped_gemm_by_counts(weights, True, None, False, None, None, None, ones, ones)
+
+
+def test_an_output_has_the_copies_that_its_quantizer_writes() -> None:
+    for name in RECIPES:
+        quantizer = _quantizer(name)
+        quantizer.set_usage(columnwise=False)
+        x = _values("normal")
+        tensor = quantizer(x)
+        quantizer.set_usage(columnwise=True)
+        both, rows = quantizer(x), tensor.get_data_tensors()[0]
+        quantizer.update_quantized(x, tensor)
+        assert all(map(torch.equal, _parts(tensor), _parts(both)))
+        assert tensor.get_data_tensors()[0] is rows
+        quantizer.set_usage(columnwise=False)
+        quantizer.update_quantized(x, tensor)
+        assert tensor.get_data_tensors()[1] is None
+
+
+def _parts(tensor: Any) -> list[Tensor]:
+    return [getattr(tensor, attribute) for attribute, _ in type(tensor)._INNER_TENSORS]
+
+
 def test_rows_are_padded_and_padding_is_taken_away() -> None:
     import transformer_engine.pytorch as te
 
@@ -529,9 +568,9 @@ def _cast_shards(rank: int, name: str) -> list[bool]:
         dist.broadcast(part, owner)
     post_all_gather_processing(weights)
     return [
-        torch.equal(getattr(found, attribute), getattr(value, attribute))
-        for found, value in zip(weights, expected, strict=True)
-        for attribute, _ in type(found)._INNER_TENSORS
+        torch.equal(*pair)
+        for tensors in zip(weights, expected, strict=True)
+        for pair in zip(*map(_parts, tensors), strict=True)
     ]
 
 
