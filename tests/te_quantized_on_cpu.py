@@ -114,8 +114,6 @@ def _amax(x: Tensor, tall: int, wide: int) -> Tensor:
     """Largest magnitudes of blocks, float32 [ceil(rows / tall), ceil(columns / wide)]."""
     rows, columns = x.shape
     padded = F.pad(x, (0, -columns % wide, 0, -rows % tall)).abs().float()
-    if not padded.numel():
-        return padded.new_zeros(-(-rows // tall), -(-columns // wide))
     return padded.unflatten(1, (-1, wide)).unflatten(0, (-1, tall)).amax((1, 3))
 
 
@@ -177,12 +175,13 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
     """The tensor quantized, in `output` if there is one; `noop` may say to leave that as it is.
 
     An output loses a copy that its quantizer does not write, and gets one that is not there.
+    Nothing is written of a tensor without rows, no scale either.
     """
     if output is None:
         output = create_empty_quantized_tensor(quantizer, tensor.shape, tensor.dtype)
     elif type(quantizer).__name__ != "Float8Quantizer":  # It names no buffers.
         _fit(output, quantizer, output.shape)
-    if noop is None or not noop.any():
+    if tensor.numel() and (noop is None or not noop.any()):
         rows = tensor.detach().reshape(-1, tensor.shape[-1])
         _QUANTIZE[type(quantizer).__name__](rows, quantizer, output)
     return output
@@ -196,11 +195,10 @@ def _cast(x: Tensor, f8: torch.dtype) -> Tensor:
 def _quantize_by_own_scale(x: Tensor, quantizer: Any, out: Any) -> None:
     if quantizer.with_amax_reduction:
         raise NotImplementedError("amaxes that ranks share have no twin")
-    amax = x.abs().amax().float() if x.numel() else torch.zeros(())
     _quantize_by_scale(
         x,
         _scale_of(
-            amax,
+            x.abs().amax().float(),
             _LARGEST[_torch_dtype(quantizer.dtype)],
             quantizer.force_pow_2_scales,
             quantizer.amax_epsilon,
@@ -219,9 +217,10 @@ def _quantize_by_given_scale(x: Tensor, quantizer: Any, out: Any) -> None:
 
 
 def _quantize_by_scale(x: Tensor, scale: Tensor, quantizer: Any, out: Any) -> None:
+    if out._data is None:
+        raise NotImplementedError("no kernel writes only the column-wise copy")
     data = _cast(x.float() * scale, _torch_dtype(quantizer.dtype))
-    if out._data is not None:
-        out._data.copy_(data.view(out._data.shape))
+    out._data.copy_(data.view(out._data.shape))
     if out._transpose is not None:
         out._transpose.copy_(data.T.reshape(out._transpose.shape))
         out._transpose_invalid = False
@@ -285,6 +284,8 @@ def _quantize_nvfp4(x: Tensor, quantizer: Any, out: Any) -> None:
         raise ValueError(f"NVFP4 takes rows by 16, got {len(x)}")
     out._with_gemm_swizzled_scales = bool(quantizer.optimize_for_gemm)
     turned = x.T
+    if quantizer.with_rht and x.dtype != torch.bfloat16:
+        raise RuntimeError(f"a random Hadamard transform is of bfloat16, got {x.dtype}")
     if quantizer.with_rht:  # Column-wise only: a random Hadamard transform of 16 rows at a time.
         mixed = turned.float().unflatten(1, (-1, 16)) @ quantizer.rht_matrix.float()
         turned = mixed.flatten(1).to(x.dtype)
@@ -295,7 +296,7 @@ def _quantize_nvfp4(x: Tensor, quantizer: Any, out: Any) -> None:
     ):
         if data is None:
             continue
-        amax.fill_(source.abs().amax() if source.numel() else 0.0)
+        amax.fill_(source.abs().amax())
         whole = _nvfp4_whole(amax)
         scale = _nvfp4_scale(_amax(source, tall, 16), whole)
         value = source.float() * _spread(_nvfp4_factor(scale, whole), tall, 16, source)
@@ -378,10 +379,17 @@ def group_quantize(
     tensor: Tensor, quantizer: Any, num_groups: int, split_sizes: Tensor, **_: Any
 ) -> Any:
     """Groups of rows quantized each by itself, and packed: one buffer for the data of all, and so
-    for scales. Rows behind the last group are left out."""
+    for scales. Rows behind the last group are left out.
+
+    Raises:
+        RuntimeError: Blocks are scaled, and a group has not a multiple of 128 rows.
+    """
     from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensorStorage
 
     sizes = split_sizes.tolist()
+    has_blocks = type(quantizer).__name__ != "Float8CurrentScalingQuantizer"
+    if has_blocks and any(size % 128 for size in sizes):
+        raise RuntimeError(f"groups must have multiples of 128 rows, got {sizes}")
     parts = [quantize(part, quantizer) for part in tensor[: sum(sizes)].split(sizes)]
     packed = {}
     for argument, names in _OF_GROUPS.items():

@@ -138,7 +138,7 @@ def _quantized_by_pushes_only() -> Iterator[None]:
 def _push_and_compare(rank: int, name: str, gpu: str) -> None:
     for native in (False, True):
         answer_like(gpu)
-        dtype = torch.bfloat16 if native else torch.float32
+        dtype = torch.bfloat16 if native or name == "nvfp4" else torch.float32
         # The first layer's mains run alone first, to be measured, and need one direction only.
         balance = BalanceConfig(tolerance=0.0, objective="time", link_bandwidth=1e15)
         gpt = balanced_gpt(EXPERTS | in_format(name, native=native), balance, dtype=dtype)
@@ -579,7 +579,9 @@ def _make_balanced(**settings: Any) -> TinyGPT:
 
 
 def _scales_of_all_rows(rank: int, name: str, gpu: str) -> dict[str, list[float]]:
-    case = Case(name, num_microbatches=4)
+    # Only of bfloat16 NVFP4 mixes rows.
+    dtype = torch.bfloat16 if name == "nvfp4" else torch.float32
+    case = Case(name, dict(dtype=dtype), num_microbatches=4)
     answer_like(gpu)
     with _to_nearest():
         exact = _run(case, fp8=None, fp4=None)

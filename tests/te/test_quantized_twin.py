@@ -8,6 +8,7 @@ and 2.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -500,6 +501,27 @@ def test_kernels_for_groups_take_64() -> None:
     weights, ones = [torch.ones(1, 1)] * 65, torch.ones(1)
     with pytest.raises(RuntimeError, match="got 65"):
         te_general_grouped_gemm_by_counts(weights, True, None, False, None, None, None, ones, ones)
+
+
+def test_what_no_kernel_writes_is_not_there() -> None:
+    quantizer = _quantizer("tensorwise")
+    assert quantizer(torch.empty(0, INPUTS))._scale_inv.isnan()
+    quantizer.set_usage(rowwise=False)
+    with pytest.raises(NotImplementedError, match="only the column-wise"):
+        quantizer(_values("normal"))
+    mixing = _quantizer("nvfp4", with_rht=True, with_post_rht_amax=True)
+    with pytest.raises(RuntimeError, match=r"got torch\.float32"):
+        mixing(_values("normal").float())
+
+
+def test_packed_groups_are_of_whole_tiles() -> None:
+    import transformer_engine_torch as tex
+
+    tokens = torch.randn(144, INPUTS).bfloat16()
+    for name in RECIPES:
+        fails = name != "tensorwise"
+        with pytest.raises(RuntimeError, match=r"got \[128, 16\]") if fails else nullcontext():
+            tex.group_quantize(tokens, _quantizer(name), 2, torch.tensor([128, 16]))
 
 
 def test_an_output_has_the_copies_that_its_quantizer_writes() -> None:
