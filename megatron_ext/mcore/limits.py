@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron_ext.balance.strategies import STRATEGIES, get_planner, of_methods
 from megatron_ext.balance.strategies.strategy import ForcesEven, FromPlacement, StaysMegatron
@@ -49,6 +51,7 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
             f"expert_model_parallel_size ({ep_size})"
         )
     problems += broken(MUST_BE, config, with_strategy) + _capacity_problems(config, balance)
+    problems += _engine_problems(config)
     if balance.costs_to_measure:
         problems += broken(MUST_BE_TO_MEASURE, config, "balance.objective=time")
     for setting, rules in of_methods("LIMITS", balance).items():
@@ -256,6 +259,24 @@ def quantization_of(config: Any) -> str | None:
         if value := getattr(config, field, None):
             return f"{field}={value}"
     return "quant_recipe" if getattr(config, "quant_recipe", None) is not None else None
+
+
+_LEAST_ENGINE = "2.20"
+"""Version of Transformer Engine whose own functions quantize mains for a push; 2.18 lacks some."""
+
+
+def _engine_problems(config: Any) -> list[str]:
+    """Check the version for a quantized model, where Transformer Engine is installed."""
+    setting = quantization_of(config)
+    if setting is None or find_spec("transformer_engine") is None:
+        return []
+    if is_te_min_version(_LEAST_ENGINE):
+        return []
+    return [
+        f"Transformer Engine ({get_te_version()}) must be >= {_LEAST_ENGINE} with {setting}: an "
+        "older one has not all functions that quantize what a replica gets (install "
+        f"'transformer-engine[pytorch]>={_LEAST_ENGINE}')"
+    ]
 
 
 class PlainDemand(Demand):

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 from megatron_ext.config import BalanceConfig, ConfigError
 from tests.gpt import SEQUENCE, TinyGPT, build_gpt  # first: it enables the CPU platform
@@ -745,6 +746,18 @@ def test_a_gpu_without_the_format_is_refused() -> None:
     assert problem.startswith("fp8_recipe ('mxfp8') is not for this GPU")
     assert "--fp8-recipe" in problem
     answer_like("hopper")  # The next test may ask for another one.
+
+
+@pytest.mark.parametrize("setting", ["fp8=e4m3", "quant_recipe"])
+def test_an_older_transformer_engine_is_refused(setting: str) -> None:
+    from megatron_ext.mcore.limits import validate_for_balancing
+
+    recipe = _recipe_of_linears(linear_fc1=dict(training_recipe=IN_BLOCKS))
+    config = _config(**in_format("mxfp8") if "fp8" in setting else dict(quant_recipe=recipe))
+    with mock.patch("megatron.core.utils._te_version", Version("2.18.0")):
+        (problem,) = validate_for_balancing(config, EXACT)
+    assert problem.startswith(f"Transformer Engine (2.18.0) must be >= 2.20 with {setting}")
+    assert "install" in problem
 
 
 def _first_forward(settings: Settings, name: str) -> str:
