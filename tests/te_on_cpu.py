@@ -38,6 +38,7 @@ from tests.ranks import after_call
 from tests.te_quantized_on_cpu import (
     QUANTIZED_TWINS,
     answer_like,
+    check_groups,
     dequantize,
     kind_of,
     product_of_quantized,
@@ -91,6 +92,12 @@ def _write(out: Tensor, value: Tensor, accumulate: bool) -> None:
     out.copy_(out.to(value.dtype) + value if accumulate else value)
 
 
+def _check_dtypes(outs: Sequence[Tensor]) -> None:
+    if len(dtypes := {each.dtype for each in outs}) > 1:
+        # Some of its kernels take the first's for all, and write over what is beside the others.
+        raise TypeError(f"a grouped product has outputs of several dtypes: {dtypes}")
+
+
 @torch.no_grad()
 def te_general_grouped_gemm(
     a: Sequence[Any],
@@ -113,9 +120,7 @@ def te_general_grouped_gemm(
 ) -> Sequence[Tensor]:
     """A product for each group. With `grad`, `bias` takes the sums of `b`; else it is added."""
     outs = out[0].split(list(m_splits)) if single_output else out
-    if len(dtypes := {each.dtype for each in outs}) > 1:
-        # Some of its kernels take the first's for all, and write over what is beside the others.
-        raise TypeError(f"a grouped product has outputs of several dtypes: {dtypes}")
+    _check_dtypes(outs)
     if len(kinds := {kind_of(each) for each in a}) > 1:
         raise TypeError(f"a grouped product has tensors of several kinds: {kinds}")
     for a_i, b_i, out_i, bias_i in zip(a, b, outs, bias, strict=True):
@@ -147,6 +152,11 @@ def te_general_grouped_gemm_by_counts(
     """The same where rows are counted by a tensor, which a kernel reads on the device."""
     if bias is not None:
         raise NotImplementedError("biases of such products have no twin")
+    for each in (a, out):
+        if isinstance(each, list):
+            check_groups(len(each))
+    if isinstance(out, list):
+        _check_dtypes(out)
     for a_i, b_i, out_i in zip(*(_parts(each) for each in (a, b, out)), strict=True):
         if b_i.shape[0]:  # A weight without rows is not read.
             _write(out_i, _product(a_i, transa, b_i, transb), bool(beta.any()))

@@ -38,6 +38,10 @@ from tests.ranks import after_call
 GPU = {"tensorwise": "hopper", "blockwise": "hopper", "mxfp8": "blackwell", "nvfp4": "blackwell"}
 """What a recipe of Megatron runs on: `answer_like`."""
 
+OTHER_GPUS = (("tensorwise", "blackwell"), ("blockwise", "blackwell"))
+"""What else recipes run on. With one scale, a Blackwell has one copy for both directions; products
+in blocks are MXFP8's there, of the same numbers."""
+
 _CAPABILITY = {"hopper": (9, 0), "blackwell": (10, 0)}
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -110,8 +114,6 @@ def _amax(x: Tensor, tall: int, wide: int) -> Tensor:
     """Largest magnitudes of blocks, float32 [ceil(rows / tall), ceil(columns / wide)]."""
     rows, columns = x.shape
     padded = F.pad(x, (0, -columns % wide, 0, -rows % tall)).abs().float()
-    if not padded.numel():
-        return padded.new_zeros(-(-rows // tall), -(-columns // wide))
     return padded.unflatten(1, (-1, wide)).unflatten(0, (-1, tall)).amax((1, 3))
 
 
@@ -145,23 +147,41 @@ def create_empty_quantized_tensor(
     if type(quantizer).__name__ == "Float8Quantizer":
         raise NotImplementedError("delayed scaling has no twin")
     made = quantizer.storage_metadata(dtype)
-    buffers = dict.fromkeys(dict(made["cls"]._INNER_TENSORS).values())
-    for attribute, (size, buffer_dtype) in quantizer.inner_tensor_specs(tuple(shape)).items():
-        nothing = float("nan") if buffer_dtype.is_floating_point else 0xFF
-        name = dict(made["cls"]._INNER_TENSORS)[attribute]
-        buffers[name] = torch.full(size, nothing, dtype=buffer_dtype)
     nominal: dict[str, Any] = {}
     if issubclass(made["cls"], Tensor):
         nominal = dict(shape=torch.Size(shape), dtype=dtype, device="cpu")
-    return made["cls"](**nominal, **buffers, **made["nontensor_kwargs"])
+    names = dict(made["cls"]._INNER_TENSORS).values()
+    made = made["cls"](**nominal, **dict.fromkeys(names), **made["nontensor_kwargs"])
+    _fit(made, quantizer, shape)
+    return made
+
+
+def _fit(tensor: Any, quantizer: Any, shape: Sequence[int]) -> None:
+    """Let a tensor have the buffers that the quantizer writes, and no others."""
+    specs = quantizer.inner_tensor_specs(tuple(shape))
+    for attribute, _ in tensor._INNER_TENSORS:
+        if attribute not in specs:
+            setattr(tensor, attribute, None)
+        elif getattr(tensor, attribute) is None:
+            size, dtype = specs[attribute]
+            nothing = float("nan") if dtype.is_floating_point else 0xFF
+            setattr(tensor, attribute, torch.full(size, nothing, dtype=dtype))
+    if hasattr(tensor, "_transpose_invalid"):
+        tensor._transpose_invalid = tensor._transpose is None
 
 
 @torch.no_grad()
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
-    """The tensor quantized, in `output` if there is one; `noop` may say to leave that as it is."""
+    """The tensor quantized, in `output` if there is one; `noop` may say to leave that as it is.
+
+    An output loses a copy that its quantizer does not write, and gets one that is not there.
+    Nothing is written of a tensor without rows, no scale either.
+    """
     if output is None:
         output = create_empty_quantized_tensor(quantizer, tensor.shape, tensor.dtype)
-    if noop is None or not noop.any():
+    elif type(quantizer).__name__ != "Float8Quantizer":  # It names no buffers.
+        _fit(output, quantizer, output.shape)
+    if tensor.numel() and (noop is None or not noop.any()):
         rows = tensor.detach().reshape(-1, tensor.shape[-1])
         _QUANTIZE[type(quantizer).__name__](rows, quantizer, output)
     return output
@@ -175,11 +195,10 @@ def _cast(x: Tensor, f8: torch.dtype) -> Tensor:
 def _quantize_by_own_scale(x: Tensor, quantizer: Any, out: Any) -> None:
     if quantizer.with_amax_reduction:
         raise NotImplementedError("amaxes that ranks share have no twin")
-    amax = x.abs().amax().float() if x.numel() else torch.zeros(())
     _quantize_by_scale(
         x,
         _scale_of(
-            amax,
+            x.abs().amax().float(),
             _LARGEST[_torch_dtype(quantizer.dtype)],
             quantizer.force_pow_2_scales,
             quantizer.amax_epsilon,
@@ -198,9 +217,10 @@ def _quantize_by_given_scale(x: Tensor, quantizer: Any, out: Any) -> None:
 
 
 def _quantize_by_scale(x: Tensor, scale: Tensor, quantizer: Any, out: Any) -> None:
+    if out._data is None:
+        raise NotImplementedError("no kernel writes only the column-wise copy")
     data = _cast(x.float() * scale, _torch_dtype(quantizer.dtype))
-    if out._data is not None:
-        out._data.copy_(data.view(out._data.shape))
+    out._data.copy_(data.view(out._data.shape))
     if out._transpose is not None:
         out._transpose.copy_(data.T.reshape(out._transpose.shape))
         out._transpose_invalid = False
@@ -264,6 +284,8 @@ def _quantize_nvfp4(x: Tensor, quantizer: Any, out: Any) -> None:
         raise ValueError(f"NVFP4 takes rows by 16, got {len(x)}")
     out._with_gemm_swizzled_scales = bool(quantizer.optimize_for_gemm)
     turned = x.T
+    if quantizer.with_rht and x.dtype != torch.bfloat16:
+        raise RuntimeError(f"a random Hadamard transform is of bfloat16, got {x.dtype}")
     if quantizer.with_rht:  # Column-wise only: a random Hadamard transform of 16 rows at a time.
         mixed = turned.float().unflatten(1, (-1, 16)) @ quantizer.rht_matrix.float()
         turned = mixed.flatten(1).to(x.dtype)
@@ -274,7 +296,7 @@ def _quantize_nvfp4(x: Tensor, quantizer: Any, out: Any) -> None:
     ):
         if data is None:
             continue
-        amax.fill_(source.abs().amax() if source.numel() else 0.0)
+        amax.fill_(source.abs().amax())
         whole = _nvfp4_whole(amax)
         scale = _nvfp4_scale(_amax(source, tall, 16), whole)
         value = source.float() * _spread(_nvfp4_factor(scale, whole), tall, 16, source)
@@ -342,15 +364,32 @@ _OF_GROUPS = {
 """Buffers of packed groups, and their names in a quantized tensor."""
 
 
+def check_groups(number: int) -> None:
+    """Arguments of one kernel hold so many groups.
+
+    Raises:
+        RuntimeError: There are more.
+    """
+    if number > 64:
+        raise RuntimeError(f"a kernel takes 64 groups, got {number}")
+
+
 @torch.no_grad()
 def group_quantize(
     tensor: Tensor, quantizer: Any, num_groups: int, split_sizes: Tensor, **_: Any
 ) -> Any:
     """Groups of rows quantized each by itself, and packed: one buffer for the data of all, and so
-    for scales. Rows behind the last group are left out."""
+    for scales. Rows behind the last group are left out.
+
+    Raises:
+        RuntimeError: Blocks are scaled, and a group has not a multiple of 128 rows.
+    """
     from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensorStorage
 
     sizes = split_sizes.tolist()
+    has_blocks = type(quantizer).__name__ != "Float8CurrentScalingQuantizer"
+    if has_blocks and any(size % 128 for size in sizes):
+        raise RuntimeError(f"groups must have multiples of 128 rows, got {sizes}")
     parts = [quantize(part, quantizer) for part in tensor[: sum(sizes)].split(sizes)]
     packed = {}
     for argument, names in _OF_GROUPS.items():
@@ -385,6 +424,8 @@ def split_quantize(
     for group, (rows, quantizer) in enumerate(zip(split_sizes, quantizers, strict=True)):
         if rows and (other := groups.setdefault(id(quantizer), group)) != group:
             raise ValueError(f"groups {other} and {group} have rows, and one quantizer for both")
+    if type(quantizers[0]).__name__ == "NVFP4Quantizer":
+        check_groups(len(split_sizes))
     parts = tensor.split(list(split_sizes))
     return [quantize(part, quantizer) for part, quantizer in zip(parts, quantizers, strict=True)]
 

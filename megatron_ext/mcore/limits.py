@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron_ext.balance.strategies import STRATEGIES, get_planner, of_methods
 from megatron_ext.balance.strategies.strategy import ForcesEven, FromPlacement, StaysMegatron
 from megatron_ext.config import BalanceConfig
-from megatron_ext.transport import TRANSPORTS, resolve_transport
+from megatron_ext.transport import TRANSPORTS, TransportKind, resolve_transport
 from megatron_ext.transport.gpus import lack_here
 
 
@@ -49,6 +51,7 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
             f"expert_model_parallel_size ({ep_size})"
         )
     problems += broken(MUST_BE, config, with_strategy) + _capacity_problems(config, balance)
+    problems += _engine_problems(config)
     if balance.costs_to_measure:
         problems += broken(MUST_BE_TO_MEASURE, config, "balance.objective=time")
     for setting, rules in of_methods("LIMITS", balance).items():
@@ -131,19 +134,36 @@ def _transport_problems(balance: BalanceConfig, config: Any) -> list[str]:
     ep_size = config.expert_model_parallel_size
     if ep_size == 1:  # One rank has no slots.
         return []
-    problems = []
+    problems = _slot_problems(balance, config, transport)
     if not transport.adds_float16:
         problems += broken(MUST_BE_TO_ADD, config, f"transport {transport.name}")
-    strategy = STRATEGIES.get(balance.strategy)
-    if strategy is not None and transport.max_slots is not None:
-        slots = strategy.num_slots(balance.slots, (config.num_moe_experts or 0) // ep_size)
-        if slots > transport.max_slots:
-            of = f" of balance.strategy={strategy.name}" if slots != balance.slots else ""
-            problems.append(
-                f"balance.slots ({slots}{of}) must be <= {transport.max_slots}: transport "
-                f"{transport.name} has flags for no more"
-            )
     return problems
+
+
+_MOST_GROUPS = 64
+"""Experts that a kernel of Transformer Engine takes, where one kernel takes all of a rank."""
+
+
+def _slot_problems(balance: BalanceConfig, config: Any, transport: TransportKind) -> list[str]:
+    if (strategy := STRATEGIES.get(balance.strategy)) is None:
+        return []
+    mains = (config.num_moe_experts or 0) // config.expert_model_parallel_size
+    most = [(transport.max_slots, f"transport {transport.name} has flags for no more")]
+    # All others take expert by expert.
+    for name in ("fp4", "use_transformer_engine_op_fuser"):
+        if getattr(config, name, None):
+            reason = (
+                f"Transformer Engine's kernels for {name} take {_MOST_GROUPS} experts, and a rank "
+                f"has {mains} of its own (raise --expert-model-parallel-size)"
+            )
+            most.append((max(_MOST_GROUPS - mains, 0), reason))
+    slots = strategy.num_slots(balance.slots, mains)
+    of = f" of balance.strategy={strategy.name}" if slots != balance.slots else ""
+    return [
+        f"balance.slots ({slots}{of}) must be <= {number}: {reason}"
+        for number, reason in most
+        if number is not None and slots > number
+    ]
 
 
 def _check_gpu() -> None:
@@ -239,6 +259,24 @@ def quantization_of(config: Any) -> str | None:
         if value := getattr(config, field, None):
             return f"{field}={value}"
     return "quant_recipe" if getattr(config, "quant_recipe", None) is not None else None
+
+
+_LEAST_ENGINE = "2.20"
+"""Version of Transformer Engine whose own functions quantize mains for a push; 2.18 lacks some."""
+
+
+def _engine_problems(config: Any) -> list[str]:
+    """Check the version for a quantized model, where Transformer Engine is installed."""
+    setting = quantization_of(config)
+    if setting is None or find_spec("transformer_engine") is None:
+        return []
+    if is_te_min_version(_LEAST_ENGINE):
+        return []
+    return [
+        f"Transformer Engine ({get_te_version()}) must be >= {_LEAST_ENGINE} with {setting}: an "
+        "older one has not all functions that quantize what a replica gets (install "
+        f"'transformer-engine[pytorch]>={_LEAST_ENGINE}')"
+    ]
 
 
 class PlainDemand(Demand):

@@ -213,19 +213,24 @@ def _quantized(linear: Any, mains: Sequence[Tensor], for_op_fuser: bool) -> list
         quantizers = _weight_quantizers(linear, for_op_fuser)
         for m, (main, quantizer) in enumerate(zip(mains, quantizers, strict=True)):
             weight: Any = main
-            if not isinstance(main, QuantizedTensor):
+            if isinstance(main, QuantizedTensor):
+                weight.update_usage(rowwise_usage=True, columnwise_usage=True)
+            else:
+                workspace = kept.get(f"weight{m}")
+                # What a forward without gradients has made has one direction for good: in each step
+                # the other would get new memory.
+                if workspace is not None and not all(workspace.get_usages().values()):
+                    workspace = None
                 weight, new = quantize_weight(
                     tensor=main.detach(),
                     quantizer=quantizer,
-                    workspace=kept.get(f"weight{m}"),
+                    workspace=workspace,
                     update_workspace=is_first or quantizes_always,
                     workspace_dtype=main.dtype,
                     cache=True,
                 )
                 if new is not None:
                     kept[f"weight{m}"] = new.detach()
-            # What a forward without gradients has made may lack the column-wise parts.
-            weight.update_usage(rowwise_usage=True, columnwise_usage=True)
             found.append(weight)
     return found
 

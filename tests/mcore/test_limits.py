@@ -230,6 +230,22 @@ def test_float16_gradients_need_a_transport_that_adds_them() -> None:
     check(config, BalanceConfig(transport="collective"))
 
 
+@pytest.mark.parametrize("grouped", ["fp4", "use_transformer_engine_op_fuser"])
+def test_kernels_for_all_experts_of_a_rank_take_so_many(grouped: str) -> None:
+    config = moe_config()
+    config.num_moe_experts = 2 * 63
+    check(config, BalanceConfig(slots=2))
+    config.__dict__[grouped] = "e2m1" if grouped == "fp4" else True
+    config.fp4_recipe, config.hidden_size, config.moe_ffn_hidden_size = "nvfp4", 32, 32
+    check(config, BalanceConfig(slots=1))
+    with pytest.raises(ConfigError) as error:
+        check(config, BalanceConfig(slots=2))
+    (problem,) = error.value.problems
+    assert problem.startswith("balance.slots (2) must be <= 1: ")
+    assert f"for {grouped} take 64 experts, and a rank has 63" in problem
+    assert "--expert-model-parallel-size" in problem
+
+
 def test_predictions_are_not_made_from_another_part_of_the_sequence() -> None:
     config = moe_config()
     config.mlp_chunks_for_training = 2

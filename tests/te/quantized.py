@@ -65,6 +65,8 @@ class Case:
     num_microbatches: int = 2
     evaluates: bool = False
     """Whether the first forward is an evaluation's."""
+    gpu: str = ""
+    """Where another one is meant than the format's in `GPU`."""
 
     @property
     def model(self) -> Settings:
@@ -187,7 +189,7 @@ def apart(case: Case, expected: FirstStep, found: FirstStep) -> Apart:
 
 def prepare(case: Case) -> None:
     """Make this rank ready for a case, until its call ends."""
-    answer_like(GPU[case.format])
+    answer_like(case.gpu or GPU[case.format])
     if case.native and case.is_distributed:
         gather_one_by_one()
 

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 from megatron_ext.config import BalanceConfig, ConfigError
 from tests.gpt import SEQUENCE, TinyGPT, build_gpt  # first: it enables the CPU platform
@@ -42,7 +43,7 @@ from tests.te.quantized import (
 )
 from tests.te.test_experts import HAS_BLOCKS
 from tests.te.test_saved import ToHost as UnquantizedToHost
-from tests.te_quantized_on_cpu import GPU, answer_like
+from tests.te_quantized_on_cpu import GPU, OTHER_GPUS, answer_like
 
 PUSH = "megatron_ext.balance.slots.SlotBuffers.push"
 HIDE = "megatron_ext.mcore.te_experts.kept_in_place"
@@ -138,11 +139,13 @@ def _quantized_by_pushes_only() -> Iterator[None]:
 def _push_and_compare(rank: int, name: str, gpu: str) -> None:
     for native in (False, True):
         answer_like(gpu)
-        dtype = torch.bfloat16 if native else torch.float32
+        dtype = torch.bfloat16 if native or name == "nvfp4" else torch.float32
         # The first layer's mains run alone first, to be measured, and need one direction only.
         balance = BalanceConfig(tolerance=0.0, objective="time", link_bandwidth=1e15)
         gpt = balanced_gpt(EXPERTS | in_format(name, native=native), balance, dtype=dtype)
         counts = {False: 0, True: 0}
+        linear = balanced_layers(gpt)[0].experts.linear_fc1
+        parts = []
         with (
             _checked_pushes(name, counts),
             _quantized_by_pushes_only(),
@@ -150,23 +153,24 @@ def _push_and_compare(rank: int, name: str, gpu: str) -> None:
         ):
             for step in range(2):
                 gpt.train_step(step, num_microbatches=2)
+                mains = _as_products_read(linear)
+                of_mains = [part for each in mains for part in each.get_data_tensors()]
+                parts.append([part for part in of_mains if part is not None])
         # On a Blackwell the last layer's slots may still have what its backward reads.
         assert min(counts.values()) > 0, counts
+        # A GPU keeps each list of addresses that it has pushed from.
+        first, second = ([part.data_ptr() for part in of_step] for of_step in parts)
+        assert first == second
 
 
-def _shown(*names: str) -> list[Any]:
-    """Formats as parameters of a test, with their rows of the compatibility page."""
-    return [pytest.param(name, marks=pytest.mark.option(name)) for name in names]
+def _on(*gpus: tuple[str, str]) -> Any:
+    """Formats, with their rows of the compatibility page, and GPUs as parameters of a test."""
+    shown = [pytest.param(*each, marks=pytest.mark.option(each[0])) for each in gpus]
+    return pytest.mark.parametrize(("name", "gpu"), shown)
 
 
 @pytest.mark.option("quantized_parameters")
-@pytest.mark.parametrize(
-    ("name", "gpu"),
-    [
-        *(pytest.param(*each, marks=pytest.mark.option(each[0])) for each in GPU.items()),
-        ("tensorwise", "blackwell"),
-    ],
-)
+@_on(*GPU.items(), *OTHER_GPUS)
 def test_a_slot_has_its_mains_bytes_after_each_push(name: str, gpu: str) -> None:
     run_ranks(_push_and_compare, 2, name, gpu)
 
@@ -178,12 +182,12 @@ FEW, MANY = [128, 256], [128, 0, 128, 256]
 
 
 def _linear_with_slots(
-    rank: int, name: str, native: bool = False, fused: bool = False, turns: bool = True
+    name: str, gpu: str, native: bool = False, fused: bool = False, turns: bool = True
 ) -> list[bool]:
     """Whether a linear with mains and one with slots for them are equal: y, dx, dw of each."""
     from megatron.core.fp8_utils import get_fp8_context
 
-    answer_like(GPU[name])
+    answer_like(gpu)
     settings = EXPERTS | in_format(name, native=native) | dict(ep=1, num_layers=1, experts=2)
     settings |= dict(dtype=torch.bfloat16, hidden=160, ffn=160)
     with _to_nearest():
@@ -273,19 +277,19 @@ def _to_nearest() -> Iterator[None]:
         yield
 
 
-def _linears_with_slots(rank: int, name: str) -> None:
+def _linears_with_slots(rank: int, name: str, gpu: str) -> None:
     for native in (False, True):
         for fused in (False, True):
-            assert _linear_with_slots(rank, name, native, fused) == [True] * 4
+            assert _linear_with_slots(name, gpu, native, fused) == [True] * 4
 
 
-@pytest.mark.parametrize("name", _shown(*FORMATS))
-def test_a_replica_computes_what_its_main_would(name: str) -> None:
-    run_ranks(_linears_with_slots, 1, name)
+@_on(*GPU.items(), *OTHER_GPUS)
+def test_a_replica_computes_what_its_main_would(name: str, gpu: str) -> None:
+    run_ranks(_linears_with_slots, 1, name, gpu)
 
 
 def _linear_with_rows_in_backward(rank: int, name: str) -> list[bool]:
-    return _linear_with_slots(rank, name, turns=False)
+    return _linear_with_slots(name, GPU[name], turns=False)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -303,7 +307,7 @@ def _linear_with_shared_quantizers(rank: int) -> None:
         mock.patch.object(SlotQuantizers, "_with_slots", shared),
         pytest.raises(ValueError, match="groups 0 and 2 have rows, and one quantizer for both"),
     ):
-        _linear_with_slots(rank, "tensorwise")
+        _linear_with_slots("tensorwise", "hopper")
 
 
 def test_quantizers_shared_with_mains_are_seen() -> None:
@@ -340,7 +344,7 @@ CASES = {
     "gathered blockwise": Case("blockwise", GATHERED, native=True, world_size=4),
     "gradients in 16 bits": Case("mxfp8", IN_16_BITS | dict(ddp=dict(grad_reduce_in_fp32=False))),
     "measured": Case("blockwise", balance=dict(objective="time")),
-    "padding for FP8": Case("blockwise", dict(moe_router_padding_for_fp8=True)),
+    "padding for FP8": Case("blockwise", dict(moe_router_padding_for_fp8=True), gpu="blackwell"),
     "frozen": Case("blockwise", FROZEN),
     "frozen parameters": Case("mxfp8", FROZEN | IN_16_BITS, native=True),
 }
@@ -575,9 +579,11 @@ def _make_balanced(**settings: Any) -> TinyGPT:
     return balanced_gpt(settings, EXACT)
 
 
-def _scales_of_all_rows(rank: int, name: str) -> dict[str, list[float]]:
-    case = Case(name, num_microbatches=4)
-    answer_like(GPU[name])
+def _scales_of_all_rows(rank: int, name: str, gpu: str) -> dict[str, list[float]]:
+    # Only of bfloat16 NVFP4 mixes rows.
+    dtype = torch.bfloat16 if name == "nvfp4" else torch.float32
+    case = Case(name, dict(dtype=dtype), num_microbatches=4)
+    answer_like(gpu)
     with _to_nearest():
         exact = _run(case, fp8=None, fp4=None)
         stock, first, second = (_run(case, make) for make in (build_gpt, *[_make_balanced] * 2))
@@ -597,9 +603,9 @@ def _scales_of_all_rows(rank: int, name: str) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("name", _shown("tensorwise", "nvfp4"))
-def test_balanced_models_are_as_near_to_unquantized_ones(name: str) -> None:
-    for found in run_ranks(_scales_of_all_rows, 2, name):
+@_on(("tensorwise", "hopper"), ("tensorwise", "blackwell"), ("nvfp4", "blackwell"))
+def test_balanced_models_are_as_near_to_unquantized_ones(name: str, gpu: str) -> None:
+    for found in run_ranks(_scales_of_all_rows, 2, name, gpu):
         assert found["alike"] == [0.0, 0.0]
         assert min(found["apart"]) > 0.01, "the scales were those of unbalanced training"
         for of_balanced, of_stock in zip(found["balanced"], found["stock"], strict=True):
@@ -740,6 +746,18 @@ def test_a_gpu_without_the_format_is_refused() -> None:
     assert problem.startswith("fp8_recipe ('mxfp8') is not for this GPU")
     assert "--fp8-recipe" in problem
     answer_like("hopper")  # The next test may ask for another one.
+
+
+@pytest.mark.parametrize("setting", ["fp8=e4m3", "quant_recipe"])
+def test_an_older_transformer_engine_is_refused(setting: str) -> None:
+    from megatron_ext.mcore.limits import validate_for_balancing
+
+    recipe = _recipe_of_linears(linear_fc1=dict(training_recipe=IN_BLOCKS))
+    config = _config(**in_format("mxfp8") if "fp8" in setting else dict(quant_recipe=recipe))
+    with mock.patch("megatron.core.utils._te_version", Version("2.18.0")):
+        (problem,) = validate_for_balancing(config, EXACT)
+    assert problem.startswith(f"Transformer Engine (2.18.0) must be >= 2.20 with {setting}")
+    assert "install" in problem
 
 
 def _first_forward(settings: Settings, name: str) -> str:

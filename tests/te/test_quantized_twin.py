@@ -8,6 +8,7 @@ and 2.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +18,11 @@ from torch import Tensor
 
 from megatron_ext.cpu_platform import enable_cpu_platform
 from tests.ranks import run_ranks
-from tests.te_on_cpu import enable_te_on_cpu, te_general_grouped_gemm
+from tests.te_on_cpu import (
+    enable_te_on_cpu,
+    te_general_grouped_gemm,
+    te_general_grouped_gemm_by_counts,
+)
 from tests.te_quantized_on_cpu import (
     GPU,
     answer_like,
@@ -483,6 +488,62 @@ def test_groups_with_rows_have_quantizers_of_their_own() -> None:
         tex.split_quantize(tokens, [16, 0, 32], [first, second, first])
 
 
+def test_kernels_for_groups_take_64() -> None:
+    import transformer_engine_torch as tex
+
+    tokens = torch.randn(16, INPUTS).bfloat16()
+    for name, most in (("nvfp4", 64), ("blockwise", 65)):
+        quantizers = [_quantizer(name) for _ in range(65)]
+        tex.split_quantize(tokens, [16] + [0] * (most - 1), quantizers[:most])
+    quantizers = [_quantizer("nvfp4") for _ in range(65)]
+    with pytest.raises(RuntimeError, match="got 65"):
+        tex.split_quantize(tokens, [16] + [0] * 64, quantizers)
+    weights, ones = [torch.ones(1, 1)] * 65, torch.ones(1)
+    with pytest.raises(RuntimeError, match="got 65"):
+        te_general_grouped_gemm_by_counts(weights, True, None, False, None, None, None, ones, ones)
+
+
+def test_what_no_kernel_writes_is_not_there() -> None:
+    quantizer = _quantizer("tensorwise")
+    assert quantizer(torch.empty(0, INPUTS))._scale_inv.isnan()
+    quantizer.set_usage(rowwise=False)
+    with pytest.raises(NotImplementedError, match="only the column-wise"):
+        quantizer(_values("normal"))
+    mixing = _quantizer("nvfp4", with_rht=True, with_post_rht_amax=True)
+    with pytest.raises(RuntimeError, match=r"got torch\.float32"):
+        mixing(_values("normal").float())
+
+
+def test_packed_groups_are_of_whole_tiles() -> None:
+    import transformer_engine_torch as tex
+
+    tokens = torch.randn(144, INPUTS).bfloat16()
+    for name in RECIPES:
+        fails = name != "tensorwise"
+        with pytest.raises(RuntimeError, match=r"got \[128, 16\]") if fails else nullcontext():
+            tex.group_quantize(tokens, _quantizer(name), 2, torch.tensor([128, 16]))
+
+
+def test_an_output_has_the_copies_that_its_quantizer_writes() -> None:
+    for name in RECIPES:
+        quantizer = _quantizer(name)
+        quantizer.set_usage(columnwise=False)
+        x = _values("normal")
+        tensor = quantizer(x)
+        quantizer.set_usage(columnwise=True)
+        both, rows = quantizer(x), tensor.get_data_tensors()[0]
+        quantizer.update_quantized(x, tensor)
+        assert all(map(torch.equal, _parts(tensor), _parts(both)))
+        assert tensor.get_data_tensors()[0] is rows
+        quantizer.set_usage(columnwise=False)
+        quantizer.update_quantized(x, tensor)
+        assert tensor.get_data_tensors()[1] is None
+
+
+def _parts(tensor: Any) -> list[Tensor]:
+    return [getattr(tensor, attribute) for attribute, _ in type(tensor)._INNER_TENSORS]
+
+
 def test_rows_are_padded_and_padding_is_taken_away() -> None:
     import transformer_engine.pytorch as te
 
@@ -529,9 +590,9 @@ def _cast_shards(rank: int, name: str) -> list[bool]:
         dist.broadcast(part, owner)
     post_all_gather_processing(weights)
     return [
-        torch.equal(getattr(found, attribute), getattr(value, attribute))
-        for found, value in zip(weights, expected, strict=True)
-        for attribute, _ in type(found)._INNER_TENSORS
+        torch.equal(*pair)
+        for tensors in zip(weights, expected, strict=True)
+        for pair in zip(*map(_parts, tensors), strict=True)
     ]
 
 
