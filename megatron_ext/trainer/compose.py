@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_ext.arguments import WRONG_USAGE, did_you_mean, one_line
 from megatron_ext.balance.strategies import unknown_strategy
-from megatron_ext.config import BalanceConfig, ConfigError, Section, wrong_value
+from megatron_ext.config import BalanceConfig, ConfigError, Section, no_setting, wrong_value
 from megatron_ext.files.recipes import recipe_names, shipped_recipes
 from megatron_ext.files.yaml_files import check_yaml, faults_of, read_yaml
 from megatron_ext.trainer.config import MEGATRON_NAMES, DataConfig, TrainConfig
@@ -345,16 +345,13 @@ def _of_the_command_line(composed: DictConfig, overrides: Sequence[str]) -> list
 
 
 def _unknown_settings(composed: DictConfig) -> list[str]:
-    """Return the settings from `+section.name=value` that no section has, with near names."""
+    """Return the settings from `+section.name=value` that no section has, a problem each."""
     problems = []
     for name, kind in _sections_of(TrainConfig).items():
-        known = kind.__dataclass_fields__
+        known = {each.name for each in dataclasses.fields(kind)}
         section = OmegaConf.select(composed, name) if name else composed
-        for key in map(str, section if isinstance(section, DictConfig) else ()):
-            if key not in known:
-                label = f"{name}.{key}".lstrip(".")
-                near = did_you_mean(key, known)
-                problems.append(f"{label}: there is no setting of this name{near}")
+        keys = map(str, section if isinstance(section, DictConfig) else ())
+        problems += [no_setting(kind, key) for key in keys if key not in known]
     return problems
 
 
@@ -425,8 +422,7 @@ def _unknown_setting(name: str, word: str) -> str:
         return f"{name}: there is no section {section}{near}"
     if not section and key in BalanceConfig.__dataclass_fields__:
         return f"{name}: there is no setting of this name; it is balance.{key}"
-    known = [each.name for each in dataclasses.fields(owner)]
-    return f"{name}: there is no setting of this name{did_you_mean(key, known)}"
+    return no_setting(owner, key)
 
 
 def _wrong_value(name: str, value: str) -> str | None:

@@ -270,6 +270,10 @@ WRONG = {
             "balance.llep.alfa: there is no setting of this name; did you mean alpha?",
         ],
     ),
+    "a setting that is near none": (
+        ["checkpoint.interval=1"],
+        ["checkpoint.interval: there is no setting of this name; the settings here are every, "],
+    ),
     "a word that does not parse": (
         ["steps=${a"],
         ["steps=${a: no value can be read here (mismatched input"],
@@ -900,7 +904,8 @@ def test_what_a_recipe_says_is_no_command_to_a_terminal(
     with pytest.raises(SystemExit):
         main(["--config-dir", str(tmp_path), "--config-name", "my"])
     said = capsys.readouterr().err
-    assert said == "error: my.yaml: \\x1b[2Jx: there is no setting of this name\n"
+    assert said.startswith("error: my.yaml: \\x1b[2Jx: there is no setting of this name; the ")
+    assert said.count("\n") == 1
 
 
 def test_a_recipe_with_a_wrong_setting_names_it(tmp_path: Path) -> None:
