@@ -114,15 +114,21 @@ def error_line(command: str, message: str) -> str:
     return f"{command}: error: {one_line(message)}\n"
 
 
-def one_line(text: str) -> str:
+def one_line(said: BaseException | str) -> str:
     r"""Return a message as one line that a terminal takes for text; it may quote a stranger.
+
+    Of an error without words it is the name of the error's class.
 
     >>> one_line("run\x1b[2J is\n  cut off")
     'run\\x1b[2J is cut off'
+    >>> one_line(KeyError())
+    'KeyError'
     >>> len(one_line(10_000 * "x"))
     8004
     """
-    text = " ".join(text.split())
+    text = " ".join(str(said).split())
+    if not text and isinstance(said, BaseException):
+        return type(said).__name__
     return plain(text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]} ...")
 
 
