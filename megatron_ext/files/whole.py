@@ -5,11 +5,23 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """What the system answers where a disk, or a user's part of it, is full."""
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Name what is read or written in the system's errors that name nothing: a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
@@ -45,15 +57,13 @@ def write_whole(path: Path, lines: Iterable[str], *, sync: bool = True) -> None:
     partial.unlink(missing_ok=True)
     try:
         # A new file: what somebody puts there under that name may be a link to elsewhere.
-        with partial.open("x", encoding="utf-8") as file:
+        with named(path), partial.open("x", encoding="utf-8") as file:
             file.writelines(lines)
             file.flush()
             if sync:
                 os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException as error:
-        if isinstance(error, OSError) and error.filename is None:  # As where the disk is full.
-            error.filename = str(path)
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
     if not sync:

@@ -15,6 +15,9 @@ import megatron_ext
 from megatron_ext.arguments import positive
 from megatron_ext.cli import doctor, main
 from tests.cli.command import run
+from tests.trainer.logs.test_run_log import files_of_at_most
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_as_a_process(texts):
@@ -368,6 +371,25 @@ def test_no_permission_to_read(loads, capsys, monkeypatch):
     status, stdout, stderr = run(capsys, "plan", loads)
     assert (status, stdout) == (2, "")
     assert stderr == f"megatron-ext plan: error: {loads}: Permission denied\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["synth", "zipf", "--ranks", "8", "--experts", "64", "--imbalance", "2"],
+        ["data", "build", "code=launch"],
+        ["whatif", "recipes/traces/late_ep8.npz"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_full_disk_is_named(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    out = tmp_path / "out"
+    with files_of_at_most(100):
+        status, _, stderr = run(capsys, *words, "--out", out)
+    assert (status, stderr.splitlines()) == (1, [stderr.strip()])
+    assert stderr.endswith(f": error: {out}: {os.strerror(errno.EFBIG)}\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_interrupt(monkeypatch, capsys):
