@@ -117,10 +117,6 @@ class _Version(argparse.Action):
 
 def _complain(command_name: str, error: Exception, status: int) -> int:
     """Print in one line what went wrong; return the exit status."""
-    message = str(error)
-    if isinstance(error, OSError) and error.filename is not None:  # The system's own words.
-        message = f"{error.filename}: {error.strerror}"
-    if isinstance(error, ModuleNotFoundError):
-        message = of_extra(error)
-    sys.stderr.write(error_line(command_name, message))
+    said = of_extra(error) if isinstance(error, ModuleNotFoundError) else error
+    sys.stderr.write(error_line(command_name, said))
     return status

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_ext.files.arrays import check_folders
-from megatron_ext.files.whole import named
+from megatron_ext.files.opening import named
 
 
 def fair_order(name: str) -> bytes:

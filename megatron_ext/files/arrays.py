@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_ext.arguments import near_path
-from megatron_ext.files.opening import open_regular
-from megatron_ext.files.whole import named
+from megatron_ext.files.opening import named, open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor

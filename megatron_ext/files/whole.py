@@ -5,23 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
+
+from megatron_ext.files.opening import named
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """What the system answers where a disk, or a user's part of it, is full."""
-
-
-@contextmanager
-def named(path: Path) -> Iterator[None]:
-    """Name what is read or written in the system's errors that name nothing: a disk is full."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
