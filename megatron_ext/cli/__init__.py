@@ -59,7 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:  # In a training before there are ranks, whose launcher deals with it.
+        return INTERRUPTED
+
+
+def _run(words: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # The name of a file may be no text.
     if words[:1] == ["train"]:
@@ -88,8 +94,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(arguments.command_name, error, WRONG_USAGE)
     except (RuntimeError, OSError, MemoryError) as error:
         return _complain(arguments.command_name, error, FAILED)
-    except KeyboardInterrupt:
-        return INTERRUPTED
 
 
 def parser() -> argparse.ArgumentParser:

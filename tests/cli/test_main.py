@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import megatron_ext
+from megatron_ext import cli
 from megatron_ext.arguments import positive
-from megatron_ext.cli import doctor, main
+from megatron_ext.cli import doctor, main, train
 from tests.cli.command import run
 from tests.trainer.logs.test_run_log import files_of_at_most
 
@@ -393,11 +394,17 @@ def test_a_full_disk_is_named(words, tmp_path, monkeypatch, capsys):
 
 
 def test_interrupt(monkeypatch, capsys):
-    def interrupted(arguments):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(doctor, "run", interrupted)
-    assert run(capsys, "doctor") == (130, "", "")
+    for command, module, function in (
+        ("doctor", doctor, "run"),
+        ("train", train, "run"),
+        ("doctor", cli, "parser"),  # Which takes a tenth of a second, too.
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, function, interrupted)
+            assert run(capsys, command) == (130, "", "")
 
 
 def test_an_error_of_our_own_keeps_its_traceback(monkeypatch):
