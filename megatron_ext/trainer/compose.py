@@ -76,6 +76,15 @@ def said_in_lines() -> Iterator[None]:
         raise SystemExit(WRONG_USAGE) from None
 
 
+@contextmanager
+def faults_of_words() -> Iterator[None]:
+    """Turn what Hydra and OmegaConf raise about settings into a `ConfigError` of one line."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([_hydra_problem(error)]) from None
+
+
 def load_without_data(
     overrides: Sequence[str],
     config_dir: str | None,
@@ -127,6 +136,7 @@ def load_without_data(
     return config, num_ranks
 
 
+@faults_of_words()
 def load_config(
     overrides: Sequence[str] = (),
     config_dir: str | None = None,
@@ -182,9 +192,7 @@ def load_config(
             of_balance = [*error.problems, *([said] if said else [])]
             composed.balance = defaults.balance
         config = OmegaConf.to_object(composed)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([_hydra_problem(error)]) from None
-    except ConfigError:
+    except (HydraException, OmegaConfBaseException, ConfigError):
         raise
     except ValueError as error:  # A section's, about its own values.
         raise ConfigError([str(error)]) from None
