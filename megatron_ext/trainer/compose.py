@@ -399,6 +399,13 @@ def _hydra_problem(error: Exception) -> str:
         quoted = value.replace('"', r"\"")
         text = shlex.quote(f'{name}="{quoted}"')  # The shell takes the outer quotes away.
         return f"{word}: no value can be read here ({_first_line(said)}); text is written {text}"
+    found = re.match(
+        r"In '(.*)': .*\nMerge error: \w+ is not a subclass of (\w+)\. value: (.*)", said
+    )
+    if found:  # It names no setting.
+        kinds = _sections_of(TrainConfig).items()
+        name = next(name for name, kind in kinds if kind.__name__ == found[2])
+        return f"{found[1]}.yaml: {name} ({found[3]}) must be a mapping"
     if found := re.match(r"In '(.*)': \w+ raised while composing config:\n(.*)", said):
         name = re.search(r"^\s*full_key: (\S+)", said, re.MULTILINE)
         if name and found[2].startswith("Key "):

@@ -913,6 +913,8 @@ def test_a_recipe_with_a_wrong_setting_names_it(tmp_path: Path) -> None:
         ("at_most: ${run_dir}", "at_most (runs/train) must be a mapping"),
         ("at_most: {steps: [1]}", "at_most.steps ([1]) must be a whole number"),
         ("data: {sequence_lenght: 8}", "data.sequence_lenght: there is no setting of this name; "),
+        ("model: 3", "model (3) must be a mapping"),
+        ("balance: {history: 3}", "balance.history (3) must be a mapping"),
         ("steps: many", "steps: Value 'many' of type 'str' could not be converted to Integer"),
     ):
         (tmp_path / "my.yaml").write_text(f"defaults: [train, _self_]\n{line}\n")
