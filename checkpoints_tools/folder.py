@@ -25,7 +25,7 @@ import xxhash
 
 from checkpoints_tools.pickles import ForeignClassError, read_object, read_table
 from megatron_ext.files.json_files import read_json
-from megatron_ext.files.opening import look_at, open_regular
+from megatron_ext.files.opening import look_at, named, open_regular
 
 RUN_FILE = "run.json"
 CHECKSUMS_FILE = "checksums.json"
@@ -179,7 +179,8 @@ def making(out: Path, num_bytes: int) -> Iterator[Path]:
         raise OSError(f"{out} cannot be written: {free:,} bytes free, it needs {num_bytes:,}")
     try:
         partial.mkdir(parents=True)
-        yield partial
+        with named(out):
+            yield partial
         partial.rename(out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

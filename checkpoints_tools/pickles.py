@@ -12,6 +12,7 @@ import pickle
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_ext.arguments import one_line
 from megatron_ext.files.opening import open_regular
 
 _CLASSES = {
@@ -68,7 +69,7 @@ def read_table(file: Path) -> Any:
             raise ForeignClassError(f"{file.name} {error}") from None
         # A damaged pickle can call its classes with anything, so anything can be raised.
         except Exception as error:
-            raise ValueError(f"{file.name} is cut off or damaged ({_one_line(error)})") from error
+            raise ValueError(f"{file.name} is cut off or damaged ({one_line(error)})") from error
     for stored in table.storage_data.values():
         name = stored.relative_path
         # Else a stranger's table could have any file of this machine read.
@@ -133,14 +134,14 @@ def read_object(stream: BinaryIO) -> Any:
     except pickle.UnpicklingError:
         stream.seek(0)
     except Exception as error:
-        raise ValueError(f"is cut off or damaged ({_one_line(error)})") from error
+        raise ValueError(f"is cut off or damaged ({one_line(error)})") from error
     with torch.serialization.safe_globals(_of_megatron()):
         try:
             return torch.load(stream, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:
             raise ForeignClassError(_foreign_classes(stream)) from None
         except Exception as error:
-            raise ValueError(f"is cut off or damaged ({_one_line(error)})") from error
+            raise ValueError(f"is cut off or damaged ({one_line(error)})") from error
 
 
 def _of_megatron() -> list[Any]:
@@ -167,7 +168,3 @@ def _foreign_classes(stream: BinaryIO) -> str:
     if names:
         return f"names {', '.join(names)}, which no checkpoint needs"
     return "is a pickle that holds more than tensors and plain values"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -7,4 +7,5 @@ cd "$(dirname "$0")/.."
 launch/setup.sh
 # On the CPU also where there are GPUs, one thread a rank: the ranks share the machine's cores.
 export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1
+echo "loading PyTorch and Megatron ..." >&2 # Seconds in which nothing else is said.
 exec "${VENV:-.venv}/bin/python" -m megatron_ext.trainer.quickstart "$@"

@@ -105,7 +105,7 @@ def existing_path(text: str) -> Path:
     return path
 
 
-def error_line(command: str, message: str) -> str:
+def error_line(command: str, message: BaseException | str) -> str:
     r"""Return a command's message about an error, for stderr: one line with its line end.
 
     >>> error_line("megatron-ext plan", "loads.npz is\n  cut off")
@@ -114,15 +114,27 @@ def error_line(command: str, message: str) -> str:
     return f"{command}: error: {one_line(message)}\n"
 
 
-def one_line(text: str) -> str:
+def one_line(said: BaseException | str) -> str:
     r"""Return a message as one line that a terminal takes for text; it may quote a stranger.
+
+    Of an error without words it is the name of the error's class; of an error of the system, the
+    file and the system's own words.
 
     >>> one_line("run\x1b[2J is\n  cut off")
     'run\\x1b[2J is cut off'
+    >>> one_line(KeyError())
+    'KeyError'
+    >>> one_line(FileNotFoundError(2, "No such file or directory", "runs/first"))
+    'runs/first: No such file or directory'
     >>> len(one_line(10_000 * "x"))
     8004
     """
+    text = str(said)
+    if isinstance(said, OSError) and said.filename is not None:
+        text = f"{said.filename}: {said.strerror}"
     text = " ".join(text.split())
+    if not text and isinstance(said, BaseException):
+        return type(said).__name__
     return plain(text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]} ...")
 
 

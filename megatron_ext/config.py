@@ -41,12 +41,8 @@ class Section:
         Raises:
             TypeError: There is no setting of a name.
         """
-        known = [each.name for each in fields(cast("Any", cls))]
-        for name in values.keys() - set(known):
-            from megatron_ext.arguments import did_you_mean
-
-            label = f"{cls.NAME}.{name}".lstrip(".")
-            raise TypeError(f"{label}: there is no setting of this name{did_you_mean(name, known)}")
+        for name in values.keys() - {each.name for each in fields(cast("Any", cls))}:
+            raise TypeError(no_setting(cls, name))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -141,6 +137,15 @@ def field_problems(section: Any, values: Any, names: Collection[str] | None = No
 def wrong_value(section: Any, name: str, value: Any) -> str:
     """Return what to say about a value that a setting of a section class cannot have."""
     return next(rule.problem(value) for rule in _rules(section) if rule.name == name)
+
+
+def no_setting(section: Any, name: str) -> str:
+    """Say that a section has no setting of a name, and which is near; else which there are."""
+    from megatron_ext.arguments import did_you_mean
+
+    known = [each.name for each in fields(section)]
+    near = did_you_mean(name, known) or f"; the settings here are {', '.join(known)}"
+    return f"{section.NAME}.{name}: there is no setting of this name{near}".lstrip(".")
 
 
 _HOLDS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}

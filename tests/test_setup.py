@@ -32,9 +32,9 @@ def set_up(tmp_path):
     python.write_text(PYTHON.replace("HOME_OF_ALL", str(python)))
     python.chmod(0o755)
 
-    def run(fails="", by="python"):
+    def run(fails="", by="python", script="setup.sh"):
         done = subprocess.run(
-            [clone / "launch" / "setup.sh"],
+            [clone / "launch" / script],
             cwd=tmp_path,
             env=os.environ | {"PYTHON": str(tmp_path / by), "VENV": ".venv", "FAILS": fails},
             capture_output=True,
@@ -66,6 +66,11 @@ def test_the_interpreter_of_an_environment_is_the_one_that_made_it():
     assert told in (ROOT / "launch" / "setup.sh").read_text()
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()).parent == Path(sys.base_prefix).resolve() / "bin"
+
+
+def test_the_quickstart_says_why_it_is_silent_at_first(set_up):
+    assert set_up()[0] == 0
+    assert set_up(script="quickstart.sh") == (0, "", "loading PyTorch and Megatron ...\n")
 
 
 def test_pages_where_a_stage_fails(set_up):

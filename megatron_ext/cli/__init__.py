@@ -59,7 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:  # In a training before there are ranks, whose launcher deals with it.
+        return INTERRUPTED
+
+
+def _run(words: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # The name of a file may be no text.
     if words[:1] == ["train"]:
@@ -88,8 +94,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(arguments.command_name, error, WRONG_USAGE)
     except (RuntimeError, OSError, MemoryError) as error:
         return _complain(arguments.command_name, error, FAILED)
-    except KeyboardInterrupt:
-        return INTERRUPTED
 
 
 def parser() -> argparse.ArgumentParser:
@@ -117,10 +121,6 @@ class _Version(argparse.Action):
 
 def _complain(command_name: str, error: Exception, status: int) -> int:
     """Print in one line what went wrong; return the exit status."""
-    message = str(error)
-    if isinstance(error, OSError) and error.filename is not None:  # The system's own words.
-        message = f"{error.filename}: {error.strerror}"
-    if isinstance(error, ModuleNotFoundError):
-        message = of_extra(error)
-    sys.stderr.write(error_line(command_name, message))
+    said = of_extra(error) if isinstance(error, ModuleNotFoundError) else error
+    sys.stderr.write(error_line(command_name, said))
     return status

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import heapq
 import re
 import sys
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,8 @@ def _files(run_dir: Path, rank: int | None) -> list[Path]:
 
 def _new_lines(files: list[Path], read: dict[Path, int]) -> Iterator[str]:
     """Yield the whole lines after the bytes that were read of each file, each behind its rank."""
-    for _, rank, line in heapq.merge(*(_of_file(file, read) for file in files)):
+    # One file after the other: a process may not have the files of all ranks open.
+    for _, rank, line in sorted(chain.from_iterable(_of_file(file, read) for file in files)):
         yield f"[rank {rank}] {line}"
 
 
@@ -80,6 +81,6 @@ def _of_file(file: Path, read: dict[Path, int]) -> Iterator[tuple[tuple[str, int
         read[file] = read.get(file, 0) + len(whole)
         for line in whole[:-1].decode(errors="replace").splitlines() or [""]:
             if found := _TIME.match(line):
-                when = found[0]
+                when = max(when, found[0])  # A clock may be set back: a file keeps its order.
             number += 1
             yield (when, number), rank, line

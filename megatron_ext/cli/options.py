@@ -14,9 +14,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.arguments import did_you_mean, existing_path, positive
+from megatron_ext.arguments import existing_path, positive
 from megatron_ext.cli.output import warn
-from megatron_ext.config import COST_UNITS, BalanceConfig
+from megatron_ext.config import COST_UNITS, BalanceConfig, no_setting
 
 if TYPE_CHECKING:
     from megatron_ext.balance.costs import LayerCosts
@@ -243,7 +243,7 @@ def balance_config(arguments: argparse.Namespace) -> BalanceConfig:
         ValueError: There is no such setting, it is given twice, or it is out of range.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
     from megatron_ext.balance.strategies import unknown_strategy
 
@@ -263,12 +263,11 @@ def balance_config(arguments: argparse.Namespace) -> BalanceConfig:
             OmegaConf.structured(BalanceConfig), OmegaConf.from_dotlist(words), options
         )
         balance = OmegaConf.to_object(merged)
+    except ConfigKeyError as error:
+        raise ValueError(no_setting(error.object_type, str(error.key))) from None
     except OmegaConfBaseException as error:
-        name = str(error.full_key or "")
-        known = [field.name for field in fields(BalanceConfig)]
-        near = "" if name in known else did_you_mean(name, known)
-        said = str(error).splitlines()[0]
-        raise ValueError(f"balance.{name}: {said}{near}".replace("balance.:", "balance:")) from None
+        said = f"balance.{error.full_key or ''}: {str(error).splitlines()[0]}"
+        raise ValueError(said.replace("balance.:", "balance:")) from None
     assert isinstance(balance, BalanceConfig)
     if problem := unknown_strategy(balance.strategy):
         raise ValueError(problem)

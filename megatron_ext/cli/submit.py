@@ -66,7 +66,7 @@ def run(words: list[str]) -> int:
         sys.stderr.write("".join(error_line(_PROGRAM, problem) for problem in error.problems))
         return WRONG_USAGE
     except (ValueError, RuntimeError) as error:
-        sys.stderr.write(error_line(_PROGRAM, str(error)))
+        sys.stderr.write(error_line(_PROGRAM, error))
         return WRONG_USAGE if isinstance(error, ValueError) else FAILED
 
 

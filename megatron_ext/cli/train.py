@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.cli.output import DONE, INTERRUPTED, columns, show
+from megatron_ext.cli.output import DONE, columns, show
 
 if TYPE_CHECKING:
     from megatron_ext.trainer.config import TrainConfig
@@ -31,12 +31,9 @@ def add(commands: Any) -> None:
 
 def run(words: list[str]) -> int:
     """Call the entry point of training, which has its own help and its own exits."""
-    try:
-        from megatron_ext.trainer.command import main
+    from megatron_ext.trainer.command import main
 
-        main(words, dry_run=dry_run)
-    except KeyboardInterrupt:  # Before there are ranks; then their launcher deals with it.
-        return INTERRUPTED
+    main(words, dry_run=dry_run)
     return DONE
 
 

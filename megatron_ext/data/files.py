@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_ext.files.arrays import check_folders
+from megatron_ext.files.opening import named
 
 
 def fair_order(name: str) -> bytes:
@@ -73,7 +74,8 @@ def read_text(path: Path) -> str:
     Raises:
         ValueError: The file is not text: not UTF-8, or with NUL bytes, as in pictures and programs.
     """
-    content = path.read_bytes()
+    with named(path):
+        content = path.read_bytes()
     if b"\0" in content:
         raise ValueError("it holds NUL bytes")
     try:
@@ -109,7 +111,8 @@ def new_folder(out: Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
     replaced = out.with_name(f".{out.name}.{os.getpid()}.replaced")
     partial.mkdir()
     try:
-        yield partial
+        with named(out):
+            yield partial
         if out.exists():
             out.rename(replaced)
         partial.rename(out)

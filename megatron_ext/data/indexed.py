@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ext.arguments import one_line
 from megatron_ext.data.manifest import Domain, Manifest
 
 _FIRST_TOKENS = 1 << 16
@@ -133,7 +134,7 @@ def _faults_of(prefix: str, name: str) -> Iterator[None]:
     try:
         yield
     except (AssertionError, IndexError, OverflowError, ValueError, struct.error) as error:
-        said = " ".join(str(error).split()) or "its counts differ"
+        said = one_line(error) if str(error) else "its counts differ"
         raise ValueError(
             f"domain {name}: {prefix}.idx is cut off, damaged or no index ({said})"
         ) from None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_ext.arguments import near_path
-from megatron_ext.files.opening import open_regular
+from megatron_ext.files.opening import named, open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,7 +168,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray | Tensor], *, overw
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.unlink(missing_ok=True)
     try:
-        with partial.open("xb") as file:  # Never through a link.
+        with named(path), partial.open("xb") as file:  # Never through a link.
             # As `numpy.savez_compressed`, which has no say in how hard it tries: level 1 is several
             # times as fast, for files that are a little larger.
             archive = zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1)

@@ -16,6 +16,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
@@ -41,6 +42,17 @@ class NotRegularError(OSError, ValueError):
     def __str__(self) -> str:
         """Return path and reason, without a number."""
         return f"{self.filename}: {self.strerror}"
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Name what is read or written in the system's errors that name nothing: a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def look_at(path: Path, *, follow: bool = False) -> os.stat_result:

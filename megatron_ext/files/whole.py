@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron_ext.files.opening import named
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """What the system answers where a disk, or a user's part of it, is full."""
 
@@ -45,15 +47,13 @@ def write_whole(path: Path, lines: Iterable[str], *, sync: bool = True) -> None:
     partial.unlink(missing_ok=True)
     try:
         # A new file: what somebody puts there under that name may be a link to elsewhere.
-        with partial.open("x", encoding="utf-8") as file:
+        with named(path), partial.open("x", encoding="utf-8") as file:
             file.writelines(lines)
             file.flush()
             if sync:
                 os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException as error:
-        if isinstance(error, OSError) and error.filename is None:  # As where the disk is full.
-            error.filename = str(path)
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
     if not sync:

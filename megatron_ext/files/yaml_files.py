@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from megatron_ext.arguments import did_you_mean
+from megatron_ext.arguments import did_you_mean, one_line
 from megatron_ext.files.opening import NotRegularError, read_regular
 
 T = TypeVar("T")
@@ -83,9 +83,9 @@ def faults_of(path: Path) -> Iterator[None]:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{path}{where} is no readable YAML: {error.problem}") from None
+        raise ValueError(f"{path}{where} is no readable YAML: {one_line(error.problem)}") from None
     except (OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} is no readable YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{path} is no readable YAML: {one_line(error)}") from None
 
 
 def check_yaml(path: Path, *, follow: bool = True) -> str:

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron_ext.arguments import plain
 from megatron_ext.config import field_problems, setting
 from megatron_ext.files.json_files import read_json
 from megatron_ext.files.opening import names_in
@@ -274,7 +275,7 @@ class Pulse:
 
     def end(self, state: str, reason: str = "") -> None:
         """Write the rank's final state, `DONE` or `FAILED`, and the first line of a reason."""
-        first = reason.strip().split("\n")[0]
+        first = plain(reason.strip().split("\n")[0])
         self.status = replace(self.status, note=last_note(), state=state, reason=first, waits=False)
         self._write()
 

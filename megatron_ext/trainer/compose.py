@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_ext.arguments import WRONG_USAGE, did_you_mean, one_line
 from megatron_ext.balance.strategies import unknown_strategy
-from megatron_ext.config import BalanceConfig, ConfigError, Section, wrong_value
+from megatron_ext.config import BalanceConfig, ConfigError, Section, no_setting, wrong_value
 from megatron_ext.files.recipes import recipe_names, shipped_recipes
 from megatron_ext.files.yaml_files import check_yaml, faults_of, read_yaml
 from megatron_ext.trainer.config import MEGATRON_NAMES, DataConfig, TrainConfig
@@ -74,6 +74,15 @@ def said_in_lines() -> Iterator[None]:
         lines = (one_line(f"error: {where}{problem}") for problem in error.problems)
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         raise SystemExit(WRONG_USAGE) from None
+
+
+@contextmanager
+def faults_of_words() -> Iterator[None]:
+    """Turn what Hydra and OmegaConf raise about settings into a `ConfigError` of one line."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([_hydra_problem(error)]) from None
 
 
 def load_without_data(
@@ -127,6 +136,7 @@ def load_without_data(
     return config, num_ranks
 
 
+@faults_of_words()
 def load_config(
     overrides: Sequence[str] = (),
     config_dir: str | None = None,
@@ -182,9 +192,7 @@ def load_config(
             of_balance = [*error.problems, *([said] if said else [])]
             composed.balance = defaults.balance
         config = OmegaConf.to_object(composed)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([_hydra_problem(error)]) from None
-    except ConfigError:
+    except (HydraException, OmegaConfBaseException, ConfigError):
         raise
     except ValueError as error:  # A section's, about its own values.
         raise ConfigError([str(error)]) from None
@@ -345,16 +353,13 @@ def _of_the_command_line(composed: DictConfig, overrides: Sequence[str]) -> list
 
 
 def _unknown_settings(composed: DictConfig) -> list[str]:
-    """Return the settings from `+section.name=value` that no section has, with near names."""
+    """Return the settings from `+section.name=value` that no section has, a problem each."""
     problems = []
     for name, kind in _sections_of(TrainConfig).items():
-        known = kind.__dataclass_fields__
+        known = {each.name for each in dataclasses.fields(kind)}
         section = OmegaConf.select(composed, name) if name else composed
-        for key in map(str, section if isinstance(section, DictConfig) else ()):
-            if key not in known:
-                label = f"{name}.{key}".lstrip(".")
-                near = did_you_mean(key, known)
-                problems.append(f"{label}: there is no setting of this name{near}")
+        keys = map(str, section if isinstance(section, DictConfig) else ())
+        problems += [no_setting(kind, key) for key in keys if key not in known]
     return problems
 
 
@@ -394,6 +399,13 @@ def _hydra_problem(error: Exception) -> str:
         quoted = value.replace('"', r"\"")
         text = shlex.quote(f'{name}="{quoted}"')  # The shell takes the outer quotes away.
         return f"{word}: no value can be read here ({_first_line(said)}); text is written {text}"
+    found = re.match(
+        r"In '(.*)': .*\nMerge error: \w+ is not a subclass of (\w+)\. value: (.*)", said
+    )
+    if found:  # It names no setting.
+        kinds = _sections_of(TrainConfig).items()
+        name = next(name for name, kind in kinds if kind.__name__ == found[2])
+        return f"{found[1]}.yaml: {name} ({found[3]}) must be a mapping"
     if found := re.match(r"In '(.*)': \w+ raised while composing config:\n(.*)", said):
         name = re.search(r"^\s*full_key: (\S+)", said, re.MULTILINE)
         if name and found[2].startswith("Key "):
@@ -425,8 +437,7 @@ def _unknown_setting(name: str, word: str) -> str:
         return f"{name}: there is no section {section}{near}"
     if not section and key in BalanceConfig.__dataclass_fields__:
         return f"{name}: there is no setting of this name; it is balance.{key}"
-    known = [each.name for each in dataclasses.fields(owner)]
-    return f"{name}: there is no setting of this name{did_you_mean(key, known)}"
+    return no_setting(owner, key)
 
 
 def _wrong_value(name: str, value: str) -> str | None:

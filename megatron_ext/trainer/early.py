@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_ext.arguments import near_path
+from megatron_ext.arguments import near_path, one_line
 from megatron_ext.balance.strategies import unknown_strategy
 from megatron_ext.config import ConfigError
 from megatron_ext.data.manifest import Manifest
@@ -57,7 +57,7 @@ def early_problems(config: TrainConfig, *, needs_data: bool = True) -> list[str]
                 Manifest.load(config.data.path)
         except (FileNotFoundError, ValueError) as error:
             near = near_path(config.data.path) if isinstance(error, FileNotFoundError) else ""
-            problems.append(f"data.path ({config.data.path}): {' '.join(str(error).split())}{near}")
+            problems.append(f"data.path ({config.data.path}): {one_line(error)}{near}")
     return problems
 
 
@@ -89,7 +89,7 @@ def run_dir_problems(config: TrainConfig, *, begins: bool) -> list[str]:
             with held(run_dir):  # A run that is there now loses nothing.
                 pass
     except (FolderInUseError, OSError, ValueError) as error:
-        return [f"run_dir ({config.run_dir}): {' '.join(str(error).split())}"]
+        return [f"run_dir ({config.run_dir}): {one_line(error)}"]
     if recipe and config.recipe and recipe != config.recipe:
         return [
             f"run_dir ({config.run_dir}) is of a run of recipe {recipe}, not {config.recipe}: name "

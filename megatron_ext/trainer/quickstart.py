@@ -18,12 +18,17 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import webbrowser
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
+
+if __name__ == "__main__":
+    # Ctrl-C ends the process without a word of Python, also while what follows takes its seconds.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch.distributed as dist
 
@@ -39,6 +44,7 @@ from megatron_ext.trainer.logs.progress import TrainingProgress
 from megatron_ext.trainer.logs.rank_logs import keep_output
 from megatron_ext.trainer.logs.run_log import RunLog, hold_run_dir, read_metrics
 from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks, quiet_megatron
+from megatron_ext.trainer.ranks.signals import exit_status
 from megatron_ext.trainer.ranks.watchdog import watch_over
 from megatron_ext.trainer.reports.read import read_runs
 from megatron_ext.trainer.reports.run_page import FILE, write_run_page
@@ -219,4 +225,8 @@ def steps_alike(config: TrainConfig, other: TrainConfig) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        main()
+    except KeyboardInterrupt:  # Before there are ranks; then their launcher deals with it.
+        sys.exit(exit_status(signal.SIGINT))

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -21,7 +22,7 @@ from omegaconf import DictConfig
 
 from megatron_ext.config import ConfigError
 from megatron_ext.files.recipes import shipped_recipes
-from megatron_ext.trainer.compose import SCHEMA, load_config, say_loading
+from megatron_ext.trainer.compose import SCHEMA, faults_of_words, load_config, say_loading
 from megatron_ext.trainer.early import check_early
 from megatron_ext.trainer.reports.read import read_runs, run_files
 from megatron_ext.trainer.reports.run_page import FILE, write_run_page
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 _RUN_DIR = "run_dir="
 
 
+@faults_of_words()
 def sweep(options: argparse.Namespace) -> None:
     """Make the runs of a command line of `megatron-ext train`, and a page beside their folders.
 
@@ -44,7 +46,11 @@ def sweep(options: argparse.Namespace) -> None:
     name, config_dir, num_ranks = options.config_name or SCHEMA, options.config_dir, options.ranks
     words = [word for word in options.overrides if not word.startswith(_RUN_DIR)]
     folders = [word for word in options.overrides if word.startswith(_RUN_DIR)]
-    given = folders[-1].removeprefix(_RUN_DIR) if folders else f"runs/sweeps/{name}"
+    given: Any = f"runs/sweeps/{name}"
+    for word in OverridesParser.create().parse_overrides(folders):
+        given = word.value()
+        if not isinstance(given, str):
+            raise ConfigError([f"{word.input_line}: the folder of all runs is one"])
     folder = Path(given).absolute()
     if find_spec("submitit") is None and any("launcher=submitit" in word for word in words):
         raise ConfigError(["hydra/launcher: submitit needs pip install 'megatron-ext[sweeps]'"])
@@ -52,7 +58,7 @@ def sweep(options: argparse.Namespace) -> None:
     runs = {}
     for each in values:
         run = ",".join(sorted(each))
-        overrides = [*fixed, *each, f"{_RUN_DIR}'{folder / run}'"]
+        overrides = [*fixed, *each, f"{_RUN_DIR}{_quoted(folder / run)}"]
         runs[run] = load_config(overrides, config_dir, options.config_name)
         runs[run].logging.wandb_group = runs[run].logging.wandb_group or folder.name
         check_early(runs[run])
@@ -70,7 +76,7 @@ def sweep(options: argparse.Namespace) -> None:
 
     without = ",".join(word.lstrip("+").split("=")[0] for word in fixed)
     words += [
-        f"hydra.sweep.dir={folder}",
+        f"hydra.sweep.dir={_quoted(folder)}",
         "hydra.sweep.subdir=${hydra.job.override_dirname}",
         f"hydra.job.config.override_dirname.exclude_keys=[{without}]",
         *("hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"),
@@ -85,6 +91,11 @@ def sweep(options: argparse.Namespace) -> None:
             if there := [folder / each for each in runs if run_files(folder / each)]:
                 _compare(folder, there)
     keep_comparison(next(iter(runs.values())), folder)
+
+
+def _quoted(path: Path) -> str:
+    """Write a path as Hydra reads it, with spaces and letters of any language."""
+    return "'" + str(path).replace("'", r"\'") + "'"
 
 
 def combinations(words: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:

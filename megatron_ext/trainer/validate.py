@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from megatron_ext.arguments import did_you_mean
+from megatron_ext.arguments import did_you_mean, one_line
 from megatron_ext.balance.planner import LayerPlanner, plan_layout
 from megatron_ext.balance.strategies import STRATEGIES, PlanSettings
 from megatron_ext.balance.strategies.strategy import StaysMegatron
@@ -246,7 +246,7 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
             # be there is said once (`_check_engine`).
             transformer_config(config if HAVE_TE else unquantized(config))
         except (ValueError, AssertionError, TypeError) as error:
-            problems.append(f"Megatron: {_one_line(error)}")
+            problems.append(f"Megatron: {one_line(error)}")
     return problems
 
 
@@ -303,7 +303,7 @@ def _check_placement(config: TrainConfig) -> list[str]:
         for layer in layers:
             LayerPlanner(balance.strategy, layout, PlanSettings(placement=placement), layer=layer)
     except (FileNotFoundError, ValueError, ModuleNotFoundError) as error:
-        return [f"balance.placement ({balance.placement}): {_one_line(error)}"]
+        return [f"balance.placement ({balance.placement}): {one_line(error)}"]
     return []
 
 
@@ -332,7 +332,7 @@ def _check_hooks(config: TrainConfig) -> list[str]:
     except (FileNotFoundError, ValueError, ModuleNotFoundError):
         vocab_size = None
     return [
-        f"{setting} ({path}): {_one_line(problem)}"
+        f"{setting} ({path}): {one_line(problem)}"
         for setting, path, hook in run_hooks(config.data)
         for problem in hook.problems(path, SimpleNamespace(**settings), config.balance, vocab_size)
     ]
@@ -362,7 +362,7 @@ def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
             if config.eval_every:
                 dataset(config, manifest, "validation")
     except (FileNotFoundError, ValueError, ModuleNotFoundError) as error:
-        problem = _one_line(error)
+        problem = one_line(error)
         known = problem.startswith("data.")
         return [problem if known else f"data.path ({config.data.path}): {problem}"]
     return []
@@ -374,7 +374,3 @@ def _check_checkpoint(config: TrainConfig) -> list[str]:
     except ValueError as error:
         return [str(error)]
     return model_differences(config, checkpoint) if checkpoint else []
-
-
-def _one_line(error: BaseException | str) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

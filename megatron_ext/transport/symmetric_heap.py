@@ -31,6 +31,14 @@ _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 """Unless this is set, torch maps the memory of all ranks once more, as one address for all of them
 (NVLS). No kernel here uses that, and the switches have room for few of these mappings."""
 
+_TEMPORARY = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
+"""Torch's backend `CUDA` makes a socket for each rank in the folder that the first of these names;
+without any, in `/tmp`."""
+
+_MOST_BYTES = 107 - len("/symm_mem-4194304")
+"""Of that folder's path. Torch copies the path of the socket, which ends with the number of the
+process, into an address with room for 107 bytes, and does not look whether the path fits."""
+
 
 class SymmetricHeap:
     """Memory from torch.distributed's symmetric memory; all ranks of `ep_group` make it.
@@ -43,7 +51,8 @@ class SymmetricHeap:
         backend: Backend of torch's symmetric memory, `cuda` or `nccl`; by default as torch is set.
 
     Raises:
-        RuntimeError: Torch has no such backend, or uses another already.
+        RuntimeError: Torch has no such backend, or uses another already; or the path of a rank's
+            folder for temporary files is too long for the backend `CUDA`.
     """
 
     def __init__(
@@ -61,9 +70,13 @@ class SymmetricHeap:
         self._handles: list[Any] = []
         _use_backend(backend, device)
         gpu = str(torch.cuda.get_device_properties(device).uuid)
-        found = gather((gpu, (socket.gethostname(), device.index)), self._group)
+        place = (socket.gethostname(), device.index)
+        found = gather((gpu, place, _too_long(device)), self._group)
+        for rank, (_, (host, _), problem) in zip(self.peers, found, strict=True):
+            if problem:
+                raise RuntimeError(f"rank {rank} on {host}: {problem}")
         self._variables = [_NO_MULTICAST]
-        if len({gpu for gpu, _ in found}) == len(found) > len({place for _, place in found}):
+        if len({gpu for gpu, *_ in found}) == len(found) > len({place for _, place, _ in found}):
             # Every process sees one GPU, so all GPUs have number 0; torch compares names of hosts
             # and numbers.
             self._variables.append(_SHARED_NUMBERS)
@@ -159,6 +172,22 @@ def _set_meanwhile(variables: Iterable[str]) -> Iterator[None]:
     finally:
         for name in ours:
             del os.environ[name]
+
+
+def _too_long(device: torch.device) -> str:
+    """Return what is wrong with the path of this rank's folder for temporary files, or nothing."""
+    from torch.distributed import _symmetric_memory
+
+    name = next((name for name in _TEMPORARY if name in os.environ), None)
+    if name is None or _symmetric_memory.get_backend(device) != "CUDA":
+        return ""
+    length = len(os.environb[os.fsencode(name)])
+    if length <= _MOST_BYTES:
+        return ""
+    return (
+        f"{name} has {length} bytes, and torch's symmetric memory has room for {_MOST_BYTES}: set "
+        f"{name} to a folder with a shorter path, as /tmp ({name} is {os.environ[name]})"
+    )
 
 
 def _use_backend(name: str | None, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,27 @@ def test_the_terminal_shows_rank_0_and_what_is_wrong(
     assert lines[0].startswith("rank 1 of 2 on host ")
     assert lines[1:] == ["fine", "traceback", "bad", "[rank 1] really", "[rank 1] native"]
     assert _be_rank(0, tmp_path, "verbose") == "fine\ntraceback\nbad\nreally\nnative\n"
+
+
+def test_the_logs_of_more_ranks_than_a_process_may_have_files_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    for rank in range(100):
+        (tmp_path / "logs" / f"rank_{rank:05d}.log").write_text(
+            f"2026-01-31T23:59:59.{99 - rank:03d}Z a\n2026-01-31T22:59:00.000Z clock set back\n"
+        )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        status, out, said = run(capsys, "logs", str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert status == 0, said
+    assert [line.partition("]")[0] for line in out.splitlines()[::2]] == [
+        f"[rank {rank}" for rank in reversed(range(100))
+    ]
+    assert all(line.endswith("set back") for line in out.splitlines()[1::2])
 
 
 def test_lines_are_in_the_order_of_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 
 import megatron_ext
+from megatron_ext import cli
 from megatron_ext.arguments import positive
-from megatron_ext.cli import doctor, main
+from megatron_ext.cli import doctor, main, train
 from tests.cli.command import run
+from tests.trainer.logs.test_run_log import files_of_at_most
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_as_a_process(texts):
@@ -370,12 +374,37 @@ def test_no_permission_to_read(loads, capsys, monkeypatch):
     assert stderr == f"megatron-ext plan: error: {loads}: Permission denied\n"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["synth", "zipf", "--ranks", "8", "--experts", "64", "--imbalance", "2"],
+        ["data", "build", "code=launch"],
+        ["whatif", "recipes/traces/late_ep8.npz"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_full_disk_is_named(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    out = tmp_path / "out"
+    with files_of_at_most(100):
+        status, _, stderr = run(capsys, *words, "--out", out)
+    assert (status, stderr.splitlines()) == (1, [stderr.strip()])
+    assert stderr.endswith(f": error: {out}: {os.strerror(errno.EFBIG)}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_interrupt(monkeypatch, capsys):
-    def interrupted(arguments):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(doctor, "run", interrupted)
-    assert run(capsys, "doctor") == (130, "", "")
+    for command, module, function in (
+        ("doctor", doctor, "run"),
+        ("train", train, "run"),
+        ("doctor", cli, "parser"),  # Which takes a tenth of a second, too.
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, function, interrupted)
+            assert run(capsys, command) == (130, "", "")
 
 
 def test_an_error_of_our_own_keeps_its_traceback(monkeypatch):

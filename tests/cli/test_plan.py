@@ -136,7 +136,11 @@ def test_plan_lists_the_strategies(capsys):
         (["--strategy", "ideal"], "strategy 'ideal' makes no plans"),
         (["--slots", 1, "balance.slots=2"], "balance.slots is given twice"),
         (["balance.llep.alpha=1", "balance.llep.alpha=2"], "balance.llep.alpha is given twice"),
-        (["balance.slot=2"], "Key 'slot' not in 'BalanceConfig'; did you mean slots?"),
+        (["balance.slot=2"], "balance.slot: there is no setting of this name; did you mean slots?"),
+        (
+            ["balance.history.intervall=2"],
+            "balance.history.intervall: there is no setting of this name; did you mean interval?",
+        ),
         (["balance.llep.alpha=x"], "balance.llep.alpha: Value 'x' of type 'str'"),
         (["--strategy", "quotaa"], "; did you mean quota?"),
         (["balance.llep.alpha=0"], "balance.llep.alpha (0.0) must be from 1 to 1000000"),

@@ -56,9 +56,9 @@ def test_a_file_says_where_its_rank_is(tmp_path: Any) -> None:
 @pytest.mark.parametrize("state", [FAILED, GAVE_UP])
 def test_the_reason_is_one_line(state: str, tmp_path: Any) -> None:
     one = pulse(tmp_path)
-    one.end(state, "ValueError: first\nsecond")
+    one.end(state, "ValueError: fi\x1b[2Jrst\nsecond")
     (found,) = read_statuses(tmp_path)
-    assert (found.state, found.reason) == (state, "ValueError: first")
+    assert (found.state, found.reason) == (state, r"ValueError: fi\x1b[2Jrst")
 
 
 def test_time_without_a_move_is_counted_in_ticks(

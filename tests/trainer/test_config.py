@@ -270,6 +270,10 @@ WRONG = {
             "balance.llep.alfa: there is no setting of this name; did you mean alpha?",
         ],
     ),
+    "a setting that is near none": (
+        ["checkpoint.interval=1"],
+        ["checkpoint.interval: there is no setting of this name; the settings here are every, "],
+    ),
     "a word that does not parse": (
         ["steps=${a"],
         ["steps=${a: no value can be read here (mismatched input"],
@@ -450,8 +454,8 @@ def test_a_full_disk_is_said_before_a_run_begins(
         main(overrides(data, tmp_path / "run"))
     assert ended.value.code == 2
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"error: run_dir ({tmp_path}/run): ")
-    assert said.endswith(f"device: there must be room for 65,536 bytes: '{tmp_path}'")
+    said = said.removeprefix(f"error: run_dir ({tmp_path}/run): {tmp_path}: ")
+    assert said == "No space left on device: there must be room for 65,536 bytes"
     assert not list(tmp_path.iterdir())
 
 
@@ -900,7 +904,8 @@ def test_what_a_recipe_says_is_no_command_to_a_terminal(
     with pytest.raises(SystemExit):
         main(["--config-dir", str(tmp_path), "--config-name", "my"])
     said = capsys.readouterr().err
-    assert said == "error: my.yaml: \\x1b[2Jx: there is no setting of this name\n"
+    assert said.startswith("error: my.yaml: \\x1b[2Jx: there is no setting of this name; the ")
+    assert said.count("\n") == 1
 
 
 def test_a_recipe_with_a_wrong_setting_names_it(tmp_path: Path) -> None:
@@ -908,6 +913,8 @@ def test_a_recipe_with_a_wrong_setting_names_it(tmp_path: Path) -> None:
         ("at_most: ${run_dir}", "at_most (runs/train) must be a mapping"),
         ("at_most: {steps: [1]}", "at_most.steps ([1]) must be a whole number"),
         ("data: {sequence_lenght: 8}", "data.sequence_lenght: there is no setting of this name; "),
+        ("model: 3", "model (3) must be a mapping"),
+        ("balance: {history: 3}", "balance.history (3) must be a mapping"),
         ("steps: many", "steps: Value 'many' of type 'str' could not be converted to Integer"),
     ):
         (tmp_path / "my.yaml").write_text(f"defaults: [train, _self_]\n{line}\n")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import runpy
+import signal
 import sys
 import webbrowser
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.trainer.quickstart import open_page
+from tests.processes import running
 
 NAMES = ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY", "CI")
 
@@ -74,6 +77,24 @@ def test_a_display_is_asked_for_and_a_browser_may_fail(
         alone.setenv(name, value)
     open_page(tmp_path / "report.html")
     assert len(calls) == asked
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_there_are_ranks_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "megatron_ext.trainer.quickstart"]
+    with running(command, tmp_path / "output") as run:
+        maps = Path(f"/proc/{run.pid}/maps")
+        run.wait_for(lambda: "libtorch_python" in maps.read_text(), "import of torch")
+        os.kill(run.pid, signal.SIGINT)
+        assert (run.status(), run.output()) == (-signal.SIGINT, "")
+    with running(command, tmp_path / "output") as run:
+        run.wait_for(lambda: list(tmp_path.glob("runs/.corpus.*")), "folder of text")
+        os.kill(run.pid, signal.SIGINT)
+        assert (run.status(), run.output()) == (130, "gathering text into runs/corpus\n")
+    assert not any((tmp_path / "runs").iterdir())
 
 
 def test_a_run_with_m_says_that_it_gathers_text(

@@ -51,6 +51,32 @@ def test_each_combination_is_a_run_with_a_folder(
     assert {run.logging.wandb_group for run in made} == {"s"}
 
 
+def test_a_folder_may_have_any_name(
+    made: list[TrainConfig], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "_compare", lambda *_: None)
+    folder = tmp_path / "Läufe vom 1. Mai's"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    words = [*WORDS, f"data.path={data}", 'run_dir="alle läufe"']
+    sweep.sweep(parser().parse_intermixed_args(words))
+    assert [Path(run.run_dir) for run in made] == [
+        folder / "alle läufe" / f"balance.slots={slots}" for slots in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize(
+    "word", ["run_dir=alle läufe", "run_dir=a,b", "steps=${a", "seed", "hydra.swep.dir=x"]
+)
+def test_words_that_make_no_sense_are_one_problem(word: str, data: Path, tmp_path: Path) -> None:
+    words = [*WORDS, f"data.path={data}", f"run_dir={tmp_path / 's'}", word]
+    with pytest.raises(ConfigError) as wrong:
+        sweep.sweep(parser().parse_intermixed_args(words))
+    (problem,) = wrong.value.problems
+    assert problem.startswith(word.split("=")[0])
+    assert not (tmp_path / "s").exists()
+
+
 def test_what_was_made_is_compared_where_a_run_fails(
     made: list[TrainConfig], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

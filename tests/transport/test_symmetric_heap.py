@@ -119,6 +119,23 @@ def _share(rank: int) -> None:
         assert os.environ[_NO_MULTICAST] == os.environ[_SHARED_NUMBERS] == "0"
 
     # All ranks raise what one has found.
+    for bytes, name, backend, refused in (
+        (91, "TMPDIR", None, True),
+        (91, "TEMP", None, True),
+        (90, "TMPDIR", None, False),
+        (91, "TMPDIR", "nccl", False),  # Which makes no sockets.
+    ):
+        with _faked(Torch(), str(rank)):
+            for each in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
+                os.environ.pop(each, None)
+            if rank == 1:
+                # Torch asks for the first of them. An umlaut is two bytes.
+                os.environ |= {name: "/\u00fc" + "x" * (bytes - 3), "TEMPDIR": "/" + "x" * 200}
+            if refused:
+                with pytest.raises(RuntimeError, match=f"rank 1 on one: {name} has 91 .*for 90: "):
+                    SymmetricHeap(world, CPU)
+            else:
+                SymmetricHeap(world, CPU, backend=backend)
     with _faked(Torch(missing=(1,) if rank == 3 else ()), str(rank)):
         heap = SymmetricHeap(world, CPU)
         with pytest.raises(RuntimeError, match=r"gave rank 3 no address .*ranks \[1\]"):

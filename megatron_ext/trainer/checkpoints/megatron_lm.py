@@ -41,6 +41,7 @@ from megatron.core.distributed import DistributedDataParallel
 from checkpoints_tools.contents import is_of_optimizer
 from checkpoints_tools.folder import COMMON_FILE, TABLE_FILE, stored_bytes
 from checkpoints_tools.pickles import read_object, read_table
+from megatron_ext.arguments import one_line
 from megatron_ext.data.tokenizer import padded_vocab_size
 from megatron_ext.trainer.checkpoints.state import (
     METADATA,
@@ -93,7 +94,7 @@ def start_from(
         TypeError,
         ValueError,
     ) as error:
-        said = " ".join(str(error).split())
+        said = one_line(error)
         if not (checkpoint / COMMON_FILE).exists():
             said = f"it has no {COMMON_FILE}, which this version of Megatron-Core asks for"
         raise ValueError(f"checkpoint {checkpoint} does not say its iteration: {said}") from None

@@ -37,6 +37,7 @@ from checkpoints_tools.folder import (
     sync,
     write_checksums,
 )
+from megatron_ext.arguments import one_line
 from megatron_ext.files.whole import NO_ROOM
 
 _BYTES_AROUND = 1500
@@ -203,7 +204,7 @@ def describe(error: BaseException, path: Path) -> str:
     """
     cause = next((one for one in _chain(error) if isinstance(one, OSError)), None)
     if cause is None:
-        return f"{path}: {' '.join(str(error).split())}"
+        return f"{path}: {one_line(error)}"
     said = f"{cause.filename or path}: {cause.strerror}"
     if cause.errno in NO_ROOM:
         said += f" ({shutil.disk_usage(path.parent).free:,} bytes free)"

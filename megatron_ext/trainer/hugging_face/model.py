@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from checkpoints_tools.contents import is_of_optimizer
 from checkpoints_tools.tensors import Tensors
+from megatron_ext.arguments import one_line
 from megatron_ext.trainer.checkpoints.state import METADATA, model_state
 from megatron_ext.trainer.hugging_face.bridge import open_bridge
 from megatron_ext.trainer.hugging_face.settings import model_settings, run_config
@@ -91,7 +92,7 @@ class HubModel:
             value: Tensor = task.mapping.hf_to_megatron(given, task.megatron_module)
         # A tensor of another size fails in Bridge, or in PyTorch, in many ways.
         except Exception as error:
-            said = " ".join(str(error).split())[:200]
+            said = one_line(error)[:200]
             raise ValueError(
                 f"{self._source}: {', '.join(names_in(task))} do not fit {task.param_name}: {said}"
             ) from None
@@ -191,12 +192,11 @@ def described(source: Path, precision: str, num_tensors: int) -> Iterator[HubMod
         provider = bridge.to_megatron_provider(load_weights=False)
     # On values that make no sense Bridge fails in ways of its own.
     except Exception as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"{source}: config.json describes no model ({said})") from None
+        raise ValueError(f"{source}: config.json describes no model ({one_line(error)})") from None
     try:
         settings = model_settings(bridge.hf_pretrained.config, provider, precision)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{source}: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{source}: {one_line(error)}") from None
     sizes = settings["model"]
     for name in ("num_layers", "num_experts"):  # Before a model of that many is built.
         if not 1 <= sizes[name] <= num_tensors:

@@ -47,6 +47,7 @@ from megatron_ext.trainer.ranks.processes import (
 from megatron_ext.trainer.ranks.rendezvous import NAME, SECRET, BoundRendezvous, create_handler
 from megatron_ext.trainer.ranks.signals import (
     ENDED_AT_ONCE,
+    STOPS_SOON,
     can_be_told,
     ends_at_once,
     exit_status,
@@ -122,6 +123,8 @@ def _pass_on(stop: signal.Signals) -> None:
     for rank in ranks:
         with suppress(ProcessLookupError):
             os.kill(rank, stop)
+    if not _Agent.noted[1:]:
+        sys.stderr.write(STOPS_SOON.format(stop.name))
     threading.Thread(target=_leave_after_ranks, daemon=True).start()
 
 

@@ -44,6 +44,7 @@ from megatron_ext.trainer.ranks.processes import (
 from megatron_ext.trainer.ranks.signals import (
     ENDED_AT_ONCE,
     STOP_SIGNALS,
+    STOPS_SOON,
     Stopped,
     can_be_told,
     ends_at_once,
@@ -190,6 +191,7 @@ def _watch(ranks: list[BaseProcess], noted: list[signal.Signals]) -> _Failure | 
             for pid in pids:  # Not yet reaped, so still theirs.
                 os.kill(pid, noted[0])
             told = True
+            sys.stderr.write(STOPS_SOON.format(noted[0].name))
         # Processes that a rank started may hold its sentinel open: so the time limit.
         connection.wait([rank.sentinel for rank in running], _POLL_S)
     if stopped_by := _stop_signal(ranks, exit_status):

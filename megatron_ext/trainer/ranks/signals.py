@@ -15,6 +15,9 @@ Slurm can send the third some time before a job's limit."""
 
 _IMPATIENT = {signal.SIGTERM, signal.SIGINT}
 
+STOPS_SOON = "{}: the run ends after this step; a second SIGINT or SIGTERM ends it at once\n"
+"""Message of a launcher that has passed on a signal to its ranks: their step may take minutes."""
+
 ENDED_AT_ONCE = "ended at once by {}; nothing more was saved\n"
 """Message about a run that a signal ended in the middle of a step, or before the first."""
 

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_ext.arguments import one_line
 from megatron_ext.config import ConfigError
 from megatron_ext.telemetry.heartbeat import (
     DONE,
@@ -138,7 +139,8 @@ class Watchdog:
                 reason = cause or error.__context__ or error
                 self._pulse.end(FAILED, f"{type(reason).__name__}: {reason}")
                 if isinstance(cause, ConfigError):
-                    self._say("\n".join(f"error: {problem}" for problem in cause.problems))
+                    problems = map(one_line, cause.problems)
+                    self._say("\n".join(f"error: {problem}" for problem in problems))
                 elif cause is not None:
                     last = self._pulse.status
                     log = rank_log(self._folder.parent, self._rank)

@@ -9,8 +9,6 @@ step, to its end, must give the gradients that it gave before. Status 0 if it do
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -23,16 +21,11 @@ from torch import Tensor
 
 from megatron_ext import reset_after_abort
 from megatron_ext.balance.slots import SlotBuffers
-from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.ranks.launch import join_ranks
 from megatron_ext.trainer.ranks.watchdog import watch_over
-from megatron_ext.trainer.train import check
+from tests.gpu.first_run.failing_rank import STEPS, as_asked, quickstart
 from tests.gpu.one_gpu import launch
-from tests.trainer import dataset
-
-STEPS = 3
-"""Before the one that is left."""
 
 LEFT_IN = ("push", "reduce_replica_grads")
 """The methods of `SlotBuffers` that a step is left in."""
@@ -44,13 +37,7 @@ class LeftError(Exception):
 
 def main() -> None:
     """Train, leave and repeat."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2, help="of expert parallelism (default: 2)")
-    parser.add_argument("overrides", nargs="*", help="of the quickstart")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        overrides = [f"data.path={dataset.build(Path(folder))}", *options.overrides]
-        run(options.ranks, overrides, Path(folder))
+    as_asked(__doc__, run)
 
 
 def run(num_ranks: int, overrides: Sequence[str], folder: Path) -> None:
@@ -61,14 +48,7 @@ def run(num_ranks: int, overrides: Sequence[str], folder: Path) -> None:
         overrides: Of the quickstart's settings.
         folder: An empty folder for the run.
     """
-    ours = [
-        f"parallel.ep_size={num_ranks}",
-        f"run_dir={folder / 'run'}",
-        f"data.global_batch_size={48 * num_ranks}",  # A microbatch on each rank.
-    ]
-    config = load_config([*ours, *overrides], config_name="quickstart")
-    check(config, num_ranks=num_ranks)
-    launch(train_and_leave, config, num_ranks=num_ranks)
+    launch(train_and_leave, quickstart(num_ranks, overrides, folder), num_ranks=num_ranks)
 
 
 def train_and_leave(config: TrainConfig) -> None:

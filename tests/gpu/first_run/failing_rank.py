@@ -13,9 +13,9 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
 import torch.distributed as dist
@@ -28,8 +28,10 @@ from megatron_ext.trainer.train import check
 from tests.gpu.one_gpu import launch
 from tests.trainer import dataset
 
+T = TypeVar("T")
+
 STEPS = 3
-"""Before the one that fails."""
+"""Before the one that fails, or is left."""
 
 LIMIT_S = 15.0
 """From the failure to the end of the last process."""
@@ -40,15 +42,32 @@ REACHED_FILE = "rank_{rank}_reached_its_optimizer"
 
 def main() -> None:
     """Train and judge; what went wrong is printed, a line each."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    found = as_asked(__doc__, problems)
+    sys.stderr.write("".join(f"{problem}\n" for problem in found))
+    sys.exit(bool(found))
+
+
+def as_asked(doc: str, function: Callable[[int, Sequence[str], Path], T]) -> T:
+    """Call a function with the ranks and overrides of the command line, and a folder with data."""
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=2, help="of expert parallelism (default: 2)")
     parser.add_argument("overrides", nargs="*", help="of the quickstart")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         overrides = [f"data.path={dataset.build(Path(folder))}", *options.overrides]
-        found = problems(options.ranks, overrides, Path(folder))
-    sys.stderr.write("".join(f"{problem}\n" for problem in found))
-    sys.exit(bool(found))
+        return function(options.ranks, overrides, Path(folder))
+
+
+def quickstart(num_ranks: int, overrides: Sequence[str], folder: Path) -> TrainConfig:
+    """Return the quickstart's settings for a run of as many ranks in a folder, checked."""
+    ours = [
+        f"parallel.ep_size={num_ranks}",
+        f"run_dir={folder / 'run'}",
+        f"data.global_batch_size={48 * num_ranks}",  # A microbatch on each rank.
+    ]
+    config = load_config([*ours, *overrides], config_name="quickstart")
+    check(config, num_ranks=num_ranks)
+    return config
 
 
 def problems(num_ranks: int, overrides: Sequence[str], folder: Path) -> list[str]:
@@ -59,13 +78,7 @@ def problems(num_ranks: int, overrides: Sequence[str], folder: Path) -> list[str
         overrides: Of the quickstart's settings.
         folder: An empty folder for the run and its notes.
     """
-    ours = [
-        f"parallel.ep_size={num_ranks}",
-        f"run_dir={folder / 'run'}",
-        f"data.global_batch_size={48 * num_ranks}",  # A microbatch on each rank.
-    ]
-    config = load_config([*ours, *overrides], config_name="quickstart")
-    check(config, num_ranks=num_ranks)
+    config = quickstart(num_ranks, overrides, folder)
     try:
         launch(train_and_fail, config, folder, num_ranks=num_ranks)
         found = ["the run ended well, though a rank failed"]

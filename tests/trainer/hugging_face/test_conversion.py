@@ -129,7 +129,7 @@ WRONG = {
     "windows": r"/hub: the trainer cannot make this model: it has no windows \(8 tokens\)",
     "tied embeddings": r"/hub: the trainer cannot make this model: share_embeddings_.*",
     "a full disk": r"/imported cannot be written: 100,000 bytes free, it needs 346,880",
-    "a disk that fills up": r"\[Errno 28\] No space left on device",
+    "a disk that fills up": r"/imported: No space left on device",
 }
 
 

@@ -103,6 +103,7 @@ def test_a_second_ctrl_c_ends_at_once(data: Path, tmp_path: Path) -> None:
         os.kill(hangs, signal.SIGSTOP)  # So that no step ends.
         os.kill(run.pid, signal.SIGINT)
         run.wait_for(lambda: pending(hangs, signal.SIGINT), "passed on")
+        run.wait_for_output("SIGINT: the run ends after this step; ")
         os.kill(run.pid, signal.SIGINT)
         assert run.status() == 130
         run.wait_until_gone()
