@@ -32,114 +32,150 @@ class SparsePaths {
     // Nothing can be carried yet, but `whole` from `rank` on.
     template <class Moves>
     SparsePaths& start(const Moves& moves, int rank, Amount whole) {
-        const Memory& at = moves.at();
-        const int ranks = moves.domain().ranks;
-        std::fill_n(at.width, ranks, Amount{0});
-        std::fill_n(at.wider, ranks, Amount{0});
-        at.width[rank] = whole;
-        changed_.resize(ranks);
-        next_.resize(ranks);
-        id_.resize(ranks);
-        changed_[0] = rank;
-        count_ = 1;
-        first_ = second_ = {};
+        rank_ = rank;
+        whole_ = whole;
+        steps_ = 0;
+        next_.resize(moves.domain().ranks);
+        id_.resize(moves.domain().ranks);
+        open_.resize(moves.domain().ranks);
         return *this;
     }
 
-    // Look one step further; whether any rank is reached by more. A rank that was not reached by
-    // more in the step before has nothing to offer that it did not offer then.
+    // Look one step further; whether any rank is reached by more.
     template <class Moves>
     bool widen(const Moves& moves) {
         const Memory& at = moves.at();
-        const bool other_givers = choose_givers(moves);
+        if (++steps_ == 1) return look_from_rank(moves);
         next_count_ = 0;
-        for (int c = 0; c < count_; ++c) {
-            const int v = changed_[c];
-            const Amount width = at.width[v];
-            const int slots = moves.domain().slots;
-            for (int i = v * slots; i < v * slots + at.held[v]; ++i) {
-                const int home = at.giver[i];
-                if (at.width[home] < width) {
-                    offer(at, home, std::min(width, at.amount[i]), 2 * i + 1);
-                }
-            }
-            for (int i = moves.given().first(v); i >= 0; i = moves.given().next(i)) {
+        if (steps_ == 2) {
+            look_from_all(moves);
+        } else {
+            for (const int i : inner_) {
                 const int t = moves.domain().rank_of(i);
-                if (at.width[t] < width) {
-                    offer(at, t, std::min(width, at.kept[at.expert[i]]), 2 * i);
-                }
+                const int home = at.giver[i];
+                offer(at, t, std::min(at.width[home], at.kept[at.expert[i]]), 2 * i);
+                offer(at, home, std::min(at.width[t], at.amount[i]), 2 * i + 1);
             }
         }
-        if (other_givers) offer_new(moves);
+        if (most_ > most_new_) offer_new(moves);
         for (int i = 0; i < next_count_; ++i) {
             const int t = next_[i];
             at.width[t] = at.wider[t];
             at.wider[t] = 0;
             at.step[t] = id_[t];
         }
-        changed_.swap(next_);
-        count_ = next_count_;
-        return count_ > 0;
+        return next_count_ > 0;
     }
 
     // The rank with room for most of what can be carried to it, if that is more than before.
     template <class Moves>
     Best<Amount> end(const Moves& moves) const {
         const Memory& at = moves.at();
+        if (steps_ == 1) {
+            return moves.best_rank(
+                [&](int t) -> Amount { return std::min(at.width[t], at.room[t]); });
+        }
         Best<Amount> end;
-        for (int c = 0; c < count_; ++c) {
-            const int t = changed_[c];
-            const Best<Amount> own{t, std::min(at.width[t], at.room[t])};
-            if (own.key > 0 && is_above(own, end)) end = own;
+        for (int i = 0; i < next_count_; ++i) {
+            const int t = next_[i];
+            const Amount carried = std::min(at.width[t], at.room[t]);
+            if (carried > end.key || (carried == end.key && t < end.index)) end = {t, carried};
         }
         return end;
     }
 
   private:
-    static bool is_above(const Best<Amount>& a, const Best<Amount>& b) {
-        return a.key > b.key || (a.key == b.key && a.index < b.index);
-    }
-
-    // The two ranks that can fill a new replica with most; whether they, or what they can, changed.
+    // The first step: to all ranks with a free slot, and over the rank's replicas. Whoever gets a
+    // new replica of the hottest main is reached by no less than who has one of another main.
     template <class Moves>
-    bool choose_givers(const Moves& moves) {
+    bool look_from_rank(const Moves& moves) {
         const Memory& at = moves.at();
-        const Amount least = moves.least_room();
-        bool is_changed = false;
-        for (int c = 0; c < count_; ++c) {
-            const int v = changed_[c];
-            if (at.width[v] < least || at.width[v] < second_.key) continue;
-            const Best<Amount> own{v, std::min(at.width[v], at.kept[at.hottest[v]])};
-            if (own.key < least) continue;
-            if (v == first_.index) {
-                first_.key = own.key;
-            } else if (is_above(own, first_)) {
-                second_ = first_;
-                first_ = own;
-            } else if (v == second_.index || is_above(own, second_)) {
-                second_ = own;
-            } else {
-                continue;
-            }
-            is_changed = true;
+        const int ranks = moves.domain().ranks;
+        const int slots = moves.domain().slots;
+        const int new_replica = first_new_step(moves) + rank_;
+        most_new_ = std::min(whole_, at.kept[at.hottest[rank_]]);
+        if (most_new_ < moves.least_room()) most_new_ = 0;
+        for (int t = 0; t < ranks; ++t) {
+            at.width[t] = at.held[t] < slots ? most_new_ : 0;
+            at.wider[t] = 0;
+            at.step[t] = new_replica;
         }
-        return is_changed;
+        at.width[rank_] = whole_;
+        most_ = most_new_;
+        const auto reach = [&](int t, Amount value, int step) {
+            most_ = std::max(most_, value);
+            if (value < at.width[t] || (value == at.width[t] && step > at.step[t])) return;
+            at.width[t] = value;
+            at.step[t] = step;
+        };
+        for (int i = rank_ * slots; i < rank_ * slots + at.held[rank_]; ++i) {
+            reach(at.giver[i], std::min(whole_, at.amount[i]), 2 * i + 1);
+        }
+        for (int i = moves.given().first(rank_); i >= 0; i = moves.given().next(i)) {
+            reach(moves.domain().rank_of(i), std::min(whole_, at.kept[at.expert[i]]), 2 * i);
+        }
+        return most_ > 0;
     }
 
+    // The second step: to the ranks that may yet be reached by more.
+    template <class Moves>
+    void look_from_all(const Moves& moves) {
+        const Memory at = moves.at();
+        const int ranks = moves.domain().ranks;
+        const int slots = moves.domain().slots;
+        const Amount most = most_;
+        int32_t* const open = open_.data();
+        int count = 0;
+        for (int t = 0; t < ranks; ++t) {
+            open[count] = t;
+            count += at.width[t] < most;
+        }
+        open_count_ = count;
+        inner_.clear();
+        for (int c = 0; c < count; ++c) {
+            const int t = open[c];
+            Offer<Amount> best;
+            const auto look = [&](Amount there, Amount most_over, int id) {
+                const Amount value = std::min(there, most_over);
+                if (value < best.value || (value == best.value && id > best.id)) return;
+                best = {value, id};
+            };
+            for (int i = t * slots; i < t * slots + at.held[t]; ++i) {
+                const Amount there = at.width[at.giver[i]];
+                if (there < most) inner_.push_back(i);
+                look(there, at.kept[at.expert[i]], 2 * i);
+            }
+            for (int i = moves.given().first(t); i >= 0; i = moves.given().next(i)) {
+                look(at.width[moves.domain().rank_of(i)], at.amount[i], 2 * i + 1);
+            }
+            offer(at, t, best.value, best.id);
+        }
+    }
+
+    // New replicas of the hottest mains of the two ranks that can fill them with most.
     template <class Moves>
     void offer_new(const Moves& moves) {
         const Memory& at = moves.at();
+        const Amount least = moves.least_room();
         const int steps = first_new_step(moves);
+        const auto fills = [&](int v) -> Amount {
+            const Amount carried = std::min(at.width[v], at.kept[at.hottest[v]]);
+            return carried < least ? 0 : carried;
+        };
+        const Best<Amount> first = moves.best_rank(fills);
+        const Best<Amount> second =
+            moves.best_rank([&](int v) -> Amount { return v == first.index ? 0 : fills(v); });
         const auto may_give = [&](const Best<Amount>& giver, int t) {
             return giver.index != t && giver.index >= 0 &&
                    moves.slot_of(t, at.hottest[giver.index]) < 0;
         };
-        for (int t = 0; t < moves.domain().ranks; ++t) {
-            if (at.width[t] >= first_.key || !moves.can_take(t) || t == first_.index) continue;
-            if (may_give(first_, t)) {
-                offer(at, t, first_.key, steps + first_.index);
-            } else if (may_give(second_, t)) {
-                offer(at, t, second_.key, steps + second_.index);
+        for (int c = 0; c < open_count_; ++c) {
+            const int t = open_[c];
+            if (!moves.can_take(t) || t == first.index) continue;
+            if (may_give(first, t)) {
+                offer(at, t, first.key, steps + first.index);
+            } else if (may_give(second, t)) {
+                offer(at, t, second.key, steps + second.index);
             }
         }
     }
@@ -155,13 +191,17 @@ class SparsePaths {
         id_[t] = id;
     }
 
-    std::vector<int> changed_;  // ranks that were reached by more in the last step
-    std::vector<int> next_;     // the same of the step that is looked at
-    int count_ = 0;
+    int rank_ = 0;
+    Amount whole_ = 0;
+    int steps_ = 0;
+    Amount most_new_ = 0;  // by a new replica in the first step
+    Amount most_ = 0;      // to any other rank; no later step brings more
+    std::vector<int32_t> open_;  // ranks that were reached by less in the first step
+    int open_count_ = 0;
+    std::vector<int> inner_;  // replicas of such ranks on such ranks
+    std::vector<int> next_;   // ranks that are reached by more in a step
     int next_count_ = 0;
     std::vector<int> id_;  // of the step to each of those
-    Best<Amount> first_;
-    Best<Amount> second_;
 };
 
 template <class Amount>
