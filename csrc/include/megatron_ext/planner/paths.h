@@ -38,6 +38,8 @@ class SparsePaths {
         next_.resize(moves.domain().ranks);
         id_.resize(moves.domain().ranks);
         open_.resize(moves.domain().ranks);
+        inner_.resize(moves.domain().ranks * moves.domain().slots + 1);
+        wider_.resize(moves.domain().ranks);
         return *this;
     }
 
@@ -50,7 +52,8 @@ class SparsePaths {
         if (steps_ == 2) {
             look_from_all(moves);
         } else {
-            for (const int i : inner_) {
+            for (int c = 0; c < inner_count_; ++c) {
+                const int i = inner_[c];
                 const int t = moves.domain().rank_of(i);
                 const int home = at.giver[i];
                 offer(at, t, std::min(at.width[home], at.kept[at.expert[i]]), 2 * i);
@@ -60,8 +63,8 @@ class SparsePaths {
         if (most_ > most_new_) offer_new(moves);
         for (int i = 0; i < next_count_; ++i) {
             const int t = next_[i];
-            at.width[t] = at.wider[t];
-            at.wider[t] = 0;
+            at.width[t] = wider_[t];
+            wider_[t] = 0;
             at.step[t] = id_[t];
         }
         return next_count_ > 0;
@@ -89,17 +92,15 @@ class SparsePaths {
     // new replica of the hottest main is reached by no less than who has one of another main.
     template <class Moves>
     bool look_from_rank(const Moves& moves) {
-        const Memory& at = moves.at();
+        const Memory at = moves.at();
         const int ranks = moves.domain().ranks;
         const int slots = moves.domain().slots;
         const int new_replica = first_new_step(moves) + rank_;
-        most_new_ = std::min(whole_, at.kept[at.hottest[rank_]]);
-        if (most_new_ < moves.least_room()) most_new_ = 0;
-        for (int t = 0; t < ranks; ++t) {
-            at.width[t] = at.held[t] < slots ? most_new_ : 0;
-            at.wider[t] = 0;
-            at.step[t] = new_replica;
-        }
+        Amount most_new = std::min(whole_, at.kept[at.hottest[rank_]]);
+        if (most_new < moves.least_room()) most_new = 0;
+        most_new_ = most_new;
+        for (int t = 0; t < ranks; ++t) at.width[t] = at.held[t] < slots ? most_new : 0;
+        std::fill_n(at.step, ranks, new_replica);
         at.width[rank_] = whole_;
         most_ = most_new_;
         const auto reach = [&](int t, Amount value, int step) {
@@ -131,25 +132,30 @@ class SparsePaths {
             count += at.width[t] < most;
         }
         open_count_ = count;
-        inner_.clear();
+        int32_t* const inner = inner_.data();
+        int inner_count = 0;
         for (int c = 0; c < count; ++c) {
             const int t = open[c];
-            Offer<Amount> best;
-            const auto look = [&](Amount there, Amount most_over, int id) {
-                const Amount value = std::min(there, most_over);
-                if (value < best.value || (value == best.value && id > best.id)) return;
-                best = {value, id};
-            };
+            Amount best = 0;
+            int id = 0;
+            // No branches: what comes next is as good as chance.
             for (int i = t * slots; i < t * slots + at.held[t]; ++i) {
                 const Amount there = at.width[at.giver[i]];
-                if (there < most) inner_.push_back(i);
-                look(there, at.kept[at.expert[i]], 2 * i);
+                const Amount value = std::min(there, at.kept[at.expert[i]]);
+                inner[inner_count] = i;
+                inner_count += there < most;
+                id = value > best ? 2 * i : id;
+                best = std::max(value, best);
             }
             for (int i = moves.given().first(t); i >= 0; i = moves.given().next(i)) {
-                look(at.width[moves.domain().rank_of(i)], at.amount[i], 2 * i + 1);
+                const Amount value = std::min(at.width[moves.domain().rank_of(i)], at.amount[i]);
+                if (value < best || (value == best && 2 * i > id)) continue;
+                best = value;
+                id = 2 * i + 1;
             }
-            offer(at, t, best.value, best.id);
+            offer(at, t, best, id);
         }
+        inner_count_ = inner_count;
     }
 
     // New replicas of the hottest mains of the two ranks that can fill them with most.
@@ -181,13 +187,13 @@ class SparsePaths {
     }
 
     void offer(const Memory& at, int t, Amount value, int id) {
-        if (value <= at.width[t] || value < at.wider[t]) return;
-        if (value == at.wider[t]) {
+        if (value <= at.width[t] || value < wider_[t]) return;
+        if (value == wider_[t]) {
             id_[t] = std::min(id_[t], id);
             return;
         }
-        if (at.wider[t] == 0) next_[next_count_++] = t;
-        at.wider[t] = value;
+        if (wider_[t] == 0) next_[next_count_++] = t;
+        wider_[t] = value;
         id_[t] = id;
     }
 
@@ -198,9 +204,11 @@ class SparsePaths {
     Amount most_ = 0;      // to any other rank; no later step brings more
     std::vector<int32_t> open_;  // ranks that were reached by less in the first step
     int open_count_ = 0;
-    std::vector<int> inner_;  // replicas of such ranks on such ranks
+    std::vector<int32_t> inner_;  // replicas of such ranks on such ranks
+    int inner_count_ = 0;
     std::vector<int> next_;   // ranks that are reached by more in a step
     int next_count_ = 0;
+    std::vector<Amount> wider_;  // what is carried to each of those, else 0
     std::vector<int> id_;  // of the step to each of those
 };
 
