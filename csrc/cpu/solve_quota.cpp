@@ -82,17 +82,16 @@ class QuotaPlanner {
         const int experts = own.experts();
         HostLoad::sort_falling(own.expert_load, hottest_first_.data(), experts);
         for (int i = 0; i < experts; ++i) place_[hottest_first_[i]] = i;
-        int64_t bound = DomainBound<HostWarp<int64_t>, Amount>(
-                            warp_, own, hottest_first_.data(), /*busier=*/nullptr)
-                            .by_receivers();
-        // As DomainBound::by_senders, for one number of senders after the other. Each has more
-        // experts and fewer slots for them than the one before: the slots' experts are before a
-        // place in the order that only falls.
+        using Bound = DomainBound<HostWarp<int64_t>, Amount>;
+        int64_t bound = Bound(warp_, own, hottest_first_.data(), nullptr).by_receivers();
+        // As DomainBound::by_senders, for 1, 2, 3 ... senders in one pass: with each sender there
+        // are more experts, and fewer slots for them. So the last expert that the slots take never
+        // comes later in the order than the one before.
         counts_.assign(experts, false);
-        int end = experts;
-        int64_t count = 0;
-        int64_t taken = 0;
-        int64_t load = 0;
+        int end = experts;  // Experts from here on are not taken.
+        int64_t count = 0;  // of those that are
+        int64_t taken = 0;  // their assignments
+        int64_t load = 0;   // of the k busiest ranks together
         for (int k = 1; k <= ranks_; ++k) {
             const int r = own.busiest_first[k - 1];
             load += own.home_load[r];

@@ -1,6 +1,6 @@
 // How much a chain can carry to each rank, and by which last step, found one step further at a
 // time. Three ways, with equal results:
-//   SparsePaths  looks on from ranks that were just reached by more, for one thread
+//   SparsePaths  looks only at ranks that may yet be reached by more, for one thread
 //   FlatPaths    looks at all ranks and replicas, for lanes side by side
 //   LanesPaths   the same, in a lane's registers
 // `Memory::width` has what can be carried, `step` the last step. A step is the number of a replica,
@@ -24,6 +24,12 @@ MEGATRON_EXT_HOST_DEVICE int first_new_step(const Moves& moves) {
     return 2 * moves.domain().ranks * moves.domain().slots;
 }
 
+// The first step mostly reaches all ranks with a free slot, each by as much as any rank will ever
+// be reached by. Only the others, the open ranks, change later:
+//   1. from the rank, to all: no replicas of other ranks are looked at
+//   2. to the open ranks, from all
+//   3. and further: over the replicas that open ranks hold of open ranks, since no others have
+//      anything to offer that they did not offer in step 2
 template <class Amount>
 class SparsePaths {
     using Memory = TryMemory<Amount>;
@@ -50,17 +56,11 @@ class SparsePaths {
         if (++steps_ == 1) return look_from_rank(moves);
         next_count_ = 0;
         if (steps_ == 2) {
-            look_from_all(moves);
+            look_at_open(moves);
         } else {
-            for (int c = 0; c < inner_count_; ++c) {
-                const int i = inner_[c];
-                const int t = moves.domain().rank_of(i);
-                const int home = at.giver[i];
-                offer(at, t, std::min(at.width[home], at.kept[at.expert[i]]), 2 * i);
-                offer(at, home, std::min(at.width[t], at.amount[i]), 2 * i + 1);
-            }
+            look_among_open(moves);
         }
-        if (most_ > most_new_) offer_new(moves);
+        if (most_ > most_new_) offer_new(moves);  // Else no open rank has a free slot.
         for (int i = 0; i < next_count_; ++i) {
             const int t = next_[i];
             at.width[t] = wider_[t];
@@ -88,8 +88,9 @@ class SparsePaths {
     }
 
   private:
-    // The first step: to all ranks with a free slot, and over the rank's replicas. Whoever gets a
-    // new replica of the hottest main is reached by no less than who has one of another main.
+    // The first step: to all ranks with a free slot, and over replicas of the rank's mains and of
+    // its slots. A replica of its hottest main that is there comes before a new one, as an equal
+    // offer with a lower step.
     template <class Moves>
     bool look_from_rank(const Moves& moves) {
         const Memory at = moves.at();
@@ -98,8 +99,13 @@ class SparsePaths {
         const int new_replica = first_new_step(moves) + rank_;
         Amount most_new = std::min(whole_, at.kept[at.hottest[rank_]]);
         if (most_new < moves.least_room()) most_new = 0;
-        most_new_ = most_new;
-        for (int t = 0; t < ranks; ++t) at.width[t] = at.held[t] < slots ? most_new : 0;
+        int hosts = 0;
+        for (int t = 0; t < ranks; ++t) {
+            const bool is_host = at.held[t] < slots;
+            at.width[t] = is_host ? most_new : 0;
+            hosts += is_host;
+        }
+        most_new_ = hosts > moves.can_take(rank_) ? most_new : 0;
         std::fill_n(at.step, ranks, new_replica);
         at.width[rank_] = whole_;
         most_ = most_new_;
@@ -118,9 +124,9 @@ class SparsePaths {
         return most_ > 0;
     }
 
-    // The second step: to the ranks that may yet be reached by more.
+    // The second step. It lists the open ranks, too, and the replicas that they hold of each other.
     template <class Moves>
-    void look_from_all(const Moves& moves) {
+    void look_at_open(const Moves& moves) {
         const Memory at = moves.at();
         const int ranks = moves.domain().ranks;
         const int slots = moves.domain().slots;
@@ -156,6 +162,18 @@ class SparsePaths {
             offer(at, t, best, id);
         }
         inner_count_ = inner_count;
+    }
+
+    template <class Moves>
+    void look_among_open(const Moves& moves) {
+        const Memory& at = moves.at();
+        for (int c = 0; c < inner_count_; ++c) {
+            const int i = inner_[c];
+            const int t = moves.domain().rank_of(i);
+            const int home = at.giver[i];
+            offer(at, t, std::min(at.width[home], at.kept[at.expert[i]]), 2 * i);
+            offer(at, home, std::min(at.width[t], at.amount[i]), 2 * i + 1);
+        }
     }
 
     // New replicas of the hottest mains of the two ranks that can fill them with most.
@@ -200,16 +218,16 @@ class SparsePaths {
     int rank_ = 0;
     Amount whole_ = 0;
     int steps_ = 0;
-    Amount most_new_ = 0;  // by a new replica in the first step
-    Amount most_ = 0;      // to any other rank; no later step brings more
-    std::vector<int32_t> open_;  // ranks that were reached by less in the first step
+    Amount most_new_ = 0;         // that a new replica carries in the first step
+    Amount most_ = 0;             // that any other rank is reached by, in the first step and later
+    std::vector<int32_t> open_;   // ranks that the first step reached by less
+    std::vector<int32_t> inner_;  // replicas that they hold of each other
+    std::vector<int32_t> next_;   // ranks that are reached by more in a step
+    std::vector<Amount> wider_;   // by how much; else 0
+    std::vector<int> id_;         // of the step to them
     int open_count_ = 0;
-    std::vector<int32_t> inner_;  // replicas of such ranks on such ranks
     int inner_count_ = 0;
-    std::vector<int> next_;   // ranks that are reached by more in a step
     int next_count_ = 0;
-    std::vector<Amount> wider_;  // what is carried to each of those, else 0
-    std::vector<int> id_;  // of the step to each of those
 };
 
 template <class Amount>
