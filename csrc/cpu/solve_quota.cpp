@@ -26,8 +26,8 @@ class QuotaPlanner {
           ranks_(load_.ranks()),
           mains_(load_.mains()),
           slots_(load_.slots()),
-          hottest_first_(problem.num_experts),
-          busier_(problem.num_experts),
+          hottest_first_(ranks_ * mains_),
+          place_(ranks_ * mains_),
           bounds_(load_.num_domains(), kUnknown),
           replicas_(load_.no_replicas()),
           tries_(load) {}
@@ -66,18 +66,6 @@ class QuotaPlanner {
   private:
     Domain<Amount> domain(int d) const { return tries_.domain(d, problem_.tolerance_ppm == 0); }
 
-    // Domain d's experts in order.
-    DomainBound<HostWarp<int64_t>, Amount> bounds_in(const Domain<Amount>& domain, int d) {
-        const int experts = domain.experts();
-        int32_t* const order = hottest_first_.data() + d * experts;
-        int32_t* const busier = busier_.data() + d * experts;
-        HostLoad::sort_falling(domain.expert_load, order, experts);
-        place_.resize(ranks_);
-        for (int i = 0; i < ranks_; ++i) place_[domain.busiest_first[i]] = i;
-        for (int i = 0; i < experts; ++i) busier[i] = place_[order[i] / mains_];
-        return {warp_, domain, order, busier};
-    }
-
     // The bound of domain d, or `least` if that is more.
     int64_t bound_above(int64_t least, int d) {
         const Domain<Amount> own = domain(d);
@@ -91,13 +79,36 @@ class QuotaPlanner {
 
     int64_t bound_of(int d) {
         const Domain<Amount> own = domain(d);
-        const auto bounds = bounds_in(own, d);
-        int64_t bound = bounds.by_receivers();
-        int64_t load = 0;  // of the k busiest ranks together
+        const int experts = own.experts();
+        HostLoad::sort_falling(own.expert_load, hottest_first_.data(), experts);
+        for (int i = 0; i < experts; ++i) place_[hottest_first_[i]] = i;
+        using Bound = DomainBound<HostWarp<int64_t>, Amount>;
+        int64_t bound = Bound(warp_, own, hottest_first_.data(), nullptr).by_receivers();
+        // As DomainBound::by_senders, for 1, 2, 3 ... senders in one pass: with each sender there
+        // are more experts, and fewer slots for them. So the last expert that the slots take never
+        // comes later in the order than the one before.
+        counts_.assign(experts, false);
+        int end = experts;  // Experts from here on are not taken.
+        int64_t count = 0;  // of those that are
+        int64_t taken = 0;  // their assignments
+        int64_t load = 0;   // of the k busiest ranks together
         for (int k = 1; k <= ranks_; ++k) {
-            load += own.home_load[own.busiest_first[k - 1]];
+            const int r = own.busiest_first[k - 1];
+            load += own.home_load[r];
             if (load / k + (load % k != 0) <= bound) break;  // Nor do more ranks have more each.
-            bound = bounds.by_senders(k, bound);
+            for (int e = r * mains_; e < (r + 1) * mains_; ++e) {
+                counts_[place_[e]] = true;
+                if (place_[e] >= end) continue;
+                ++count;
+                taken += own.expert_load[e];
+            }
+            while (count > static_cast<int64_t>(slots_) * (ranks_ - k)) {
+                if (!counts_[--end]) continue;
+                --count;
+                taken -= own.expert_load[hottest_first_[end]];
+            }
+            const int64_t left = load - taken;
+            bound = larger(bound, left / k + (left % k != 0));
         }
         return bound;
     }
@@ -203,9 +214,9 @@ class QuotaPlanner {
     const int mains_;
     const int slots_;
     const HostWarp<int64_t> warp_{};
-    std::vector<int32_t> hottest_first_;  // [E], counted within the domain
-    std::vector<int32_t> busier_;         // [E], see DomainBound
-    std::vector<int32_t> place_;          // [D] of a rank in busiest_first
+    std::vector<int32_t> hottest_first_;  // [D * M], of the domain that is looked at
+    std::vector<int32_t> place_;          // [D * M] of an expert in hottest_first_
+    std::vector<char> counts_;            // [D * M] whether the expert there is a sender's
     std::vector<int64_t> hottest_load_;
     std::vector<int64_t> bounds_;  // of the domains, or kUnknown
     Replicas replicas_;

@@ -95,6 +95,17 @@ struct HostWarp {
         return best;
     }
 
+    // The same of indices that may. Only those with a higher key than found are asked.
+    template <class Function, class May>
+    Best<Value> best_that_may(int count, Function key_of, May may) const {
+        Best<Value> best;
+        for (int i = 0; i < count; ++i) {
+            const Value key = key_of(i);
+            if (key > best.key && may(i)) best = {i, key};
+        }
+        return best;
+    }
+
     // The same of at most 2^kIndexBits indices, and keys below 2^(32 - kIndexBits) in 32 bits.
     template <bool kMostlyOne = false, class Function>
     Best<Value> best_of_few(int count, Function key_of) const {

@@ -90,6 +90,13 @@ class MemoryAtHand {
         const auto& at = moves_.at();
         return moves_.best_rank([&](int r) -> Amount { return key_of(r, at.room[r]); });
     }
+    // The same of ranks that may, on the host.
+    template <class Function, class May>
+    Best<Amount> best_rank(Function key_of, May may) const {
+        const auto& at = moves_.at();
+        return moves_.warp().best_that_may(
+            moves_.domain().ranks, [&](int r) -> Amount { return key_of(r, at.room[r]); }, may);
+    }
 
     // What rank t holds: has(expert), and how many replicas.
     struct Held {

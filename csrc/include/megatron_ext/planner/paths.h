@@ -1,6 +1,6 @@
 // How much a chain can carry to each rank, and by which last step, found one step further at a
 // time. Three ways, with equal results:
-//   SparsePaths  looks on from ranks that were just reached by more, for one thread
+//   SparsePaths  looks only at ranks that may yet be reached by more, for one thread
 //   FlatPaths    looks at all ranks and replicas, for lanes side by side
 //   LanesPaths   the same, in a lane's registers
 // `Memory::width` has what can be carried, `step` the last step. A step is the number of a replica,
@@ -24,6 +24,12 @@ MEGATRON_EXT_HOST_DEVICE int first_new_step(const Moves& moves) {
     return 2 * moves.domain().ranks * moves.domain().slots;
 }
 
+// The first step mostly reaches all ranks with a free slot, each by as much as any rank will ever
+// be reached by. Only the others, the open ranks, change later:
+//   1. from the rank, to all: no replicas of other ranks are looked at
+//   2. to the open ranks, from all
+//   3. and further: over the replicas that open ranks hold of open ranks, since no others have
+//      anything to offer that they did not offer in step 2
 template <class Amount>
 class SparsePaths {
     using Memory = TryMemory<Amount>;
@@ -32,136 +38,196 @@ class SparsePaths {
     // Nothing can be carried yet, but `whole` from `rank` on.
     template <class Moves>
     SparsePaths& start(const Moves& moves, int rank, Amount whole) {
-        const Memory& at = moves.at();
-        const int ranks = moves.domain().ranks;
-        std::fill_n(at.width, ranks, Amount{0});
-        std::fill_n(at.wider, ranks, Amount{0});
-        at.width[rank] = whole;
-        changed_.resize(ranks);
-        next_.resize(ranks);
-        id_.resize(ranks);
-        changed_[0] = rank;
-        count_ = 1;
-        first_ = second_ = {};
+        rank_ = rank;
+        whole_ = whole;
+        steps_ = 0;
+        next_.resize(moves.domain().ranks);
+        id_.resize(moves.domain().ranks);
+        open_.resize(moves.domain().ranks);
+        inner_.resize(moves.domain().ranks * moves.domain().slots + 1);
+        wider_.resize(moves.domain().ranks);
         return *this;
     }
 
-    // Look one step further; whether any rank is reached by more. A rank that was not reached by
-    // more in the step before has nothing to offer that it did not offer then.
+    // Look one step further; whether any rank is reached by more.
     template <class Moves>
     bool widen(const Moves& moves) {
         const Memory& at = moves.at();
-        const bool other_givers = choose_givers(moves);
+        if (++steps_ == 1) return look_from_rank(moves);
         next_count_ = 0;
-        for (int c = 0; c < count_; ++c) {
-            const int v = changed_[c];
-            const Amount width = at.width[v];
-            const int slots = moves.domain().slots;
-            for (int i = v * slots; i < v * slots + at.held[v]; ++i) {
-                const int home = at.giver[i];
-                if (at.width[home] < width) {
-                    offer(at, home, std::min(width, at.amount[i]), 2 * i + 1);
-                }
-            }
-            for (int i = moves.given().first(v); i >= 0; i = moves.given().next(i)) {
-                const int t = moves.domain().rank_of(i);
-                if (at.width[t] < width) {
-                    offer(at, t, std::min(width, at.kept[at.expert[i]]), 2 * i);
-                }
-            }
+        if (steps_ == 2) {
+            look_at_open(moves);
+        } else {
+            look_among_open(moves);
         }
-        if (other_givers) offer_new(moves);
+        if (most_ > most_new_) offer_new(moves);  // Else no open rank has a free slot.
         for (int i = 0; i < next_count_; ++i) {
             const int t = next_[i];
-            at.width[t] = at.wider[t];
-            at.wider[t] = 0;
+            at.width[t] = wider_[t];
+            wider_[t] = 0;
             at.step[t] = id_[t];
         }
-        changed_.swap(next_);
-        count_ = next_count_;
-        return count_ > 0;
+        return next_count_ > 0;
     }
 
     // The rank with room for most of what can be carried to it, if that is more than before.
     template <class Moves>
     Best<Amount> end(const Moves& moves) const {
         const Memory& at = moves.at();
+        if (steps_ == 1) {
+            return moves.best_rank(
+                [&](int t) -> Amount { return std::min(at.width[t], at.room[t]); });
+        }
         Best<Amount> end;
-        for (int c = 0; c < count_; ++c) {
-            const int t = changed_[c];
-            const Best<Amount> own{t, std::min(at.width[t], at.room[t])};
-            if (own.key > 0 && is_above(own, end)) end = own;
+        for (int i = 0; i < next_count_; ++i) {
+            const int t = next_[i];
+            const Amount carried = std::min(at.width[t], at.room[t]);
+            if (carried > end.key || (carried == end.key && t < end.index)) end = {t, carried};
         }
         return end;
     }
 
   private:
-    static bool is_above(const Best<Amount>& a, const Best<Amount>& b) {
-        return a.key > b.key || (a.key == b.key && a.index < b.index);
-    }
-
-    // The two ranks that can fill a new replica with most; whether they, or what they can, changed.
+    // The first step: to all ranks with a free slot, and over replicas of the rank's mains and of
+    // its slots. A replica of its hottest main that is there comes before a new one, as an equal
+    // offer with a lower step.
     template <class Moves>
-    bool choose_givers(const Moves& moves) {
-        const Memory& at = moves.at();
-        const Amount least = moves.least_room();
-        bool is_changed = false;
-        for (int c = 0; c < count_; ++c) {
-            const int v = changed_[c];
-            if (at.width[v] < least || at.width[v] < second_.key) continue;
-            const Best<Amount> own{v, std::min(at.width[v], at.kept[at.hottest[v]])};
-            if (own.key < least) continue;
-            if (v == first_.index) {
-                first_.key = own.key;
-            } else if (is_above(own, first_)) {
-                second_ = first_;
-                first_ = own;
-            } else if (v == second_.index || is_above(own, second_)) {
-                second_ = own;
-            } else {
-                continue;
-            }
-            is_changed = true;
+    bool look_from_rank(const Moves& moves) {
+        const Memory at = moves.at();
+        const int ranks = moves.domain().ranks;
+        const int slots = moves.domain().slots;
+        const int new_replica = first_new_step(moves) + rank_;
+        Amount most_new = std::min(whole_, at.kept[at.hottest[rank_]]);
+        if (most_new < moves.least_room()) most_new = 0;
+        int hosts = 0;
+        for (int t = 0; t < ranks; ++t) {
+            const bool is_host = at.held[t] < slots;
+            at.width[t] = is_host ? most_new : 0;
+            hosts += is_host;
         }
-        return is_changed;
+        most_new_ = hosts > moves.can_take(rank_) ? most_new : 0;
+        std::fill_n(at.step, ranks, new_replica);
+        at.width[rank_] = whole_;
+        most_ = most_new_;
+        const auto reach = [&](int t, Amount value, int step) {
+            most_ = std::max(most_, value);
+            if (value < at.width[t] || (value == at.width[t] && step > at.step[t])) return;
+            at.width[t] = value;
+            at.step[t] = step;
+        };
+        for (int i = rank_ * slots; i < rank_ * slots + at.held[rank_]; ++i) {
+            reach(at.giver[i], std::min(whole_, at.amount[i]), 2 * i + 1);
+        }
+        for (int i = moves.given().first(rank_); i >= 0; i = moves.given().next(i)) {
+            reach(moves.domain().rank_of(i), std::min(whole_, at.kept[at.expert[i]]), 2 * i);
+        }
+        return most_ > 0;
     }
 
+    // The second step. It lists the open ranks, too, and the replicas that they hold of each other.
+    template <class Moves>
+    void look_at_open(const Moves& moves) {
+        const Memory at = moves.at();
+        const int ranks = moves.domain().ranks;
+        const int slots = moves.domain().slots;
+        const Amount most = most_;
+        int32_t* const open = open_.data();
+        int count = 0;
+        for (int t = 0; t < ranks; ++t) {
+            open[count] = t;
+            count += at.width[t] < most;
+        }
+        open_count_ = count;
+        int32_t* const inner = inner_.data();
+        int inner_count = 0;
+        for (int c = 0; c < count; ++c) {
+            const int t = open[c];
+            Amount best = 0;
+            int id = 0;
+            // No branches: what comes next is as good as chance.
+            for (int i = t * slots; i < t * slots + at.held[t]; ++i) {
+                const Amount there = at.width[at.giver[i]];
+                const Amount value = std::min(there, at.kept[at.expert[i]]);
+                inner[inner_count] = i;
+                inner_count += there < most;
+                id = value > best ? 2 * i : id;
+                best = std::max(value, best);
+            }
+            for (int i = moves.given().first(t); i >= 0; i = moves.given().next(i)) {
+                const Amount value = std::min(at.width[moves.domain().rank_of(i)], at.amount[i]);
+                if (value < best || (value == best && 2 * i > id)) continue;
+                best = value;
+                id = 2 * i + 1;
+            }
+            offer(at, t, best, id);
+        }
+        inner_count_ = inner_count;
+    }
+
+    template <class Moves>
+    void look_among_open(const Moves& moves) {
+        const Memory& at = moves.at();
+        for (int c = 0; c < inner_count_; ++c) {
+            const int i = inner_[c];
+            const int t = moves.domain().rank_of(i);
+            const int home = at.giver[i];
+            offer(at, t, std::min(at.width[home], at.kept[at.expert[i]]), 2 * i);
+            offer(at, home, std::min(at.width[t], at.amount[i]), 2 * i + 1);
+        }
+    }
+
+    // New replicas of the hottest mains of the two ranks that can fill them with most.
     template <class Moves>
     void offer_new(const Moves& moves) {
         const Memory& at = moves.at();
+        const Amount least = moves.least_room();
         const int steps = first_new_step(moves);
+        const auto fills = [&](int v) -> Amount {
+            const Amount carried = std::min(at.width[v], at.kept[at.hottest[v]]);
+            return carried < least ? 0 : carried;
+        };
+        const Best<Amount> first = moves.best_rank(fills);
+        const Best<Amount> second =
+            moves.best_rank([&](int v) -> Amount { return v == first.index ? 0 : fills(v); });
         const auto may_give = [&](const Best<Amount>& giver, int t) {
             return giver.index != t && giver.index >= 0 &&
                    moves.slot_of(t, at.hottest[giver.index]) < 0;
         };
-        for (int t = 0; t < moves.domain().ranks; ++t) {
-            if (at.width[t] >= first_.key || !moves.can_take(t) || t == first_.index) continue;
-            if (may_give(first_, t)) {
-                offer(at, t, first_.key, steps + first_.index);
-            } else if (may_give(second_, t)) {
-                offer(at, t, second_.key, steps + second_.index);
+        for (int c = 0; c < open_count_; ++c) {
+            const int t = open_[c];
+            if (!moves.can_take(t) || t == first.index) continue;
+            if (may_give(first, t)) {
+                offer(at, t, first.key, steps + first.index);
+            } else if (may_give(second, t)) {
+                offer(at, t, second.key, steps + second.index);
             }
         }
     }
 
     void offer(const Memory& at, int t, Amount value, int id) {
-        if (value <= at.width[t] || value < at.wider[t]) return;
-        if (value == at.wider[t]) {
+        if (value <= at.width[t] || value < wider_[t]) return;
+        if (value == wider_[t]) {
             id_[t] = std::min(id_[t], id);
             return;
         }
-        if (at.wider[t] == 0) next_[next_count_++] = t;
-        at.wider[t] = value;
+        if (wider_[t] == 0) next_[next_count_++] = t;
+        wider_[t] = value;
         id_[t] = id;
     }
 
-    std::vector<int> changed_;  // ranks that were reached by more in the last step
-    std::vector<int> next_;     // the same of the step that is looked at
-    int count_ = 0;
+    int rank_ = 0;
+    Amount whole_ = 0;
+    int steps_ = 0;
+    Amount most_new_ = 0;         // that a new replica carries in the first step
+    Amount most_ = 0;             // that any other rank is reached by, in the first step and later
+    std::vector<int32_t> open_;   // ranks that the first step reached by less
+    std::vector<int32_t> inner_;  // replicas that they hold of each other
+    std::vector<int32_t> next_;   // ranks that are reached by more in a step
+    std::vector<Amount> wider_;   // by how much; else 0
+    std::vector<int> id_;         // of the step to them
+    int open_count_ = 0;
+    int inner_count_ = 0;
     int next_count_ = 0;
-    std::vector<int> id_;  // of the step to each of those
-    Best<Amount> first_;
-    Best<Amount> second_;
 };
 
 template <class Amount>

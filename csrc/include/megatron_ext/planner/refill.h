@@ -11,6 +11,19 @@
 
 namespace megatron_ext {
 
+// The rank with the highest key above 0 of those that may, the lowest of equals. Lanes ask all
+// ranks at the same time; one thread asks whether they may only those with a higher key than found.
+template <class AtHand, class KeyOf, class May>
+MEGATRON_EXT_HOST_DEVICE auto best_that_may(const AtHand& at_hand, KeyOf key_of, May may) {
+    using Amount = decltype(key_of(0, 0));
+    return at_hand.best_rank(
+        [&](int r, Amount own) -> Amount { return may(r) ? key_of(r, own) : 0; });
+}
+template <class Amount, class KeyOf, class May>
+auto best_that_may(const MemoryAtHand<HostPlannerWarp<Amount>>& at_hand, KeyOf key_of, May may) {
+    return at_hand.best_rank(key_of, may);
+}
+
 // Try to bring every rank down; false if that fails.
 //   detour  the step that takes the second best giver, or -1: a limited discrepancy search (Harvey
 //           and Ginsberg, 1995) with one discrepancy
@@ -49,14 +62,15 @@ MEGATRON_EXT_HOST_DEVICE bool refill(Moves<Warp>& moves, int detour) {
         };
         // Loads are compared by how much less room they leave than that host has.
         int passed = -1;
-        const auto fills = [&](int r, Amount own) -> Amount {
+        const auto left = [&](int, Amount own) -> Amount { return room - own; };
+        const auto fills = [&](int r) {
             const bool is_enough = at.kept[at.hottest[r]] >= enough;
-            return is_enough && r != passed && gives(r) ? room - own : 0;
+            return is_enough && r != passed && gives(r);
         };
-        int home = at_hand.best_rank(fills).index;
+        int home = best_that_may(at_hand, left, fills).index;
         if (step == detour) {
             passed = home;
-            home = at_hand.best_rank(fills).index;
+            home = best_that_may(at_hand, left, fills).index;
         }
         int main = -1;
         if (home >= 0) {
