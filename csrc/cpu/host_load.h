@@ -58,7 +58,7 @@ class HostLoad {
     template <class Solve>
     void in_amounts(int64_t min_quota, Solve solve) const {
         const int64_t busiest = *std::max_element(home_load_.begin(), home_load_.end());
-        if (is_narrow(busiest, min_quota)) {
+        if (is_narrow(busiest, ranks_, min_quota)) {
             solve(int32_t{0});
         } else {
             solve(int64_t{0});

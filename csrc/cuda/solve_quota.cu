@@ -1036,7 +1036,7 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
     }
 
     if constexpr (kInShared) {
-        if (is_narrow(job.domain.before(), problem.min_quota)) {
+        if (is_narrow(job.domain.before(), job.domain.ranks, problem.min_quota)) {
             plan_domain(job, Memory{}, target, start, worst);
             return;
         }

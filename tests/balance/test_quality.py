@@ -354,6 +354,16 @@ def test_the_largest_sizes() -> None:
     assert int(home_loads(load).max()) > 1.3 * int(load.sum()) / 512
 
 
+def test_a_plan_is_even_where_all_ranks_together_leave_32_bits() -> None:
+    load = torch.zeros(768, 1536, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(0)
+    load[0] = torch.randint(1_910_000, 2_090_000, (1536,), generator=generator)
+    assert int(load.sum()) > 2**31
+    assert int(home_loads(load).max()) < 2**22  # No rank leaves what tries count in 32 bits.
+    loads = solve(load, ep_size=768, slots=2, tolerance=0.0).rank_loads()
+    assert int(loads.max() - loads.min()) <= 1
+
+
 @pytest.mark.slow
 def test_equal_plans_in_another_process() -> None:
     code = (

@@ -45,11 +45,11 @@ struct Domain : DomainSizes<Amount> {
 };
 
 // Whether tries of a domain may count in 32 bits. Nobody has more than the busiest rank, no key is
-// more than twice that, and what 128 ranks have together stays in 32 bits.
-MEGATRON_EXT_HOST_DEVICE inline bool is_narrow(int64_t before, int64_t min_quota) {
+// more than twice that, and no sum over the ranks is more than they would have if all had as much.
+MEGATRON_EXT_HOST_DEVICE inline bool is_narrow(int64_t before, int ranks, int64_t min_quota) {
     constexpr int64_t kMost = int64_t{1} << (32 - kIndexBits);
     static_assert(kIndexBits > kRankBits, "no key of a rank is more than twice that");
-    return before < kMost && min_quota < kMost;
+    return before < kMost && min_quota < kMost && before * ranks <= INT32_MAX;
 }
 
 // Work is counted in rounds of a warp: one operation on 32 indices. So many rounds a pass over all
