@@ -916,7 +916,7 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
     __shared__ Job job;
     __shared__ int64_t total, target;
     __shared__ int64_t bounds[kWarps];
-    __shared__ bool in_words, is_within;
+    __shared__ bool in_words, is_within, in_32_bits;
     // For functions that are called: what has no address stays in registers.
     __shared__ QuotaProblem given_problem;
     __shared__ Sums given_sums;
@@ -1002,6 +1002,10 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
     constexpr int kLooking = DeviceWarp::kLanes;
     if constexpr (kInShared) {
         if (thread >= kLooking) Memory{}.copy(job.domain, thread - kLooking, kThreads - kLooking);
+        // Found out now: as soon as the first warps try, plans may be kept where the sums lie.
+        if (thread == kThreads - 1) {
+            in_32_bits = is_narrow(job.domain.before(), job.domain.ranks, problem.min_quota);
+        }
     }
     int64_t start = target;
     int64_t worst = 0;
@@ -1036,7 +1040,7 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
     }
 
     if constexpr (kInShared) {
-        if (is_narrow(job.domain.before(), job.domain.ranks, problem.min_quota)) {
+        if (in_32_bits) {
             plan_domain(job, Memory{}, target, start, worst);
             return;
         }

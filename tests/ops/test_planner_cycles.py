@@ -1,8 +1,8 @@
 """The estimate of the planner's time on a GPU: of the host's plans, and not more than it was.
 
 Layer 1. `tests/perf/planner_cycles.py` runs the kernel's PTX on a machine; plans are compared with
-the host's, cycles with recorded ones and with the work that tries account for, and the machine
-itself with small kernels whose results are known.
+the host's, cycles with recorded ones and with the work that tries account for, accesses to shared
+memory with what barriers order, and the machine itself with small kernels whose results are known.
 """
 
 import json
@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from tests.perf.planner_cycles import (
     build,
     compile_kernel,
     estimate,
+    said_of_races,
     us_of,
 )
 from tests.workloads import hard_loads
@@ -72,6 +74,43 @@ def test_plans_equal_the_hosts(built):
     problems = [random_problem(generator) for _ in range(40)]
     for problem, report in zip(problems, estimate(built, problems), strict=True):
         assert report.equal, problem
+        assert not report.races, said_of_races(report)
+
+
+@pytest.fixture(scope="module")
+def hot_experts():
+    case = CASES["EP72_E288_S2"]
+    return Problem(case, dict(hard_loads(case.ranks, case.experts))["W1 hot expert set"])
+
+
+def test_no_threads_race(built, of_recorded, hot_experts):
+    (report,) = estimate(built, [hot_experts])
+    for each in [report, *(each for reports in of_recorded.values() for each in reports.values())]:
+        assert not each.races, said_of_races(each)
+
+
+def test_a_race_is_found(built, hot_experts, tmp_path):
+    """Of lanes where one writes what others may still read, and of warps behind no barrier."""
+    csrc = tmp_path / "csrc"
+    shutil.copytree(ROOT / "csrc", csrc)
+    for file, line, faulty in (
+        ("include/megatron_ext/planner/at_hand.h", "        __syncwarp();  // What lanes", "//"),
+        (
+            "cuda/solve_quota.cu",
+            "        if (in_32_bits) {",
+            "        if (is_narrow(job.domain.before(), job.domain.ranks, problem.min_quota)) {",
+        ),
+    ):
+        text = (csrc / file).read_text()
+        assert text.count(line) == 1, "the planner has changed: choose another line"
+        (csrc / file).write_text(text.replace(line, faulty))
+    racing = Built(built.program, compile_kernel(tmp_path, csrc))
+    (report,) = estimate(racing, [hot_experts])
+    assert report.equal
+    earlier = {Path(one.file).name for _, one, _ in report.races}
+    later = {Path(other.file).name for _, _, other in report.races}
+    assert {"at_hand.h", "domain.h"} <= earlier
+    assert {"at_hand.h", "solve_quota.cu"} <= later
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@
 
 nvcc makes PTX of `csrc/cuda/solve_quota.cu` for sm_90, and a machine in `tests/perf/cycles` runs
 it: one block, 16 warps of 32 lanes. The rules of its cycles, and what they leave out, are at the
-head of `cycles/machine.h`. It needs nvcc and g++. The plans are the host's own, which is checked.
+head of `cycles/machine.h`. It needs nvcc and g++. The plans are the host's own, which is checked,
+and no two threads race for shared memory (`cycles/races.h`).
 `Measured` says how cycles become microseconds, and how far the estimate may be from an H100.
 
 Sets of loads, 30 each: `hard_loads` of `tests/workloads.py`, and, as `NAME smooth`, Zipf of 0.3,
@@ -144,6 +145,7 @@ class Report:
     segments: list[tuple[int, int, Place]]  # between barriers: cycles, slowest warp, where it ends
     lines: list[tuple[int, Place]]  # cycles of the slowest warps
     tries: list[tuple[int, int]]  # work that a try accounts for, and its cycles
+    races: list[tuple[int, Place, Place]]  # how often, the earlier access, the later one
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,9 @@ def estimate(built: Built, problems: Iterable[Problem]) -> list[Report]:
         report["segments"] = [(cycles, warp, Place(*at)) for cycles, warp, at in report["segments"]]
         report["lines"] = [(cycles, Place(*at)) for cycles, at in report["lines"]]
         report["tries"] = [(work, cycles) for work, cycles in report["tries"]]
+        report["races"] = [
+            (times, Place(*one), Place(*other)) for times, one, other in report["races"]
+        ]
         reports.append(Report(**report))
     return reports
 
@@ -258,6 +263,15 @@ def plain_names(symbols: Iterable[str]) -> dict[str, str]:
             name = shorter
         names[symbol] = name.split("(")[0].split()[-1]
     return names
+
+
+def said_of_races(report: Report) -> str:
+    """Say which lines race, those that do so most often first."""
+    races = sorted(report.races, key=lambda race: -race[0])
+    said = [
+        " and ".join(f"{Path(at.file).name}:{at.line}" for at in places) for _, *places in races
+    ]
+    return f"no barrier orders {', '.join(said)}"
 
 
 def print_profile(reports: list[Report], number: int = 12) -> None:
@@ -319,6 +333,8 @@ def print_case(built: Built, name: str, profile: bool) -> dict[str, dict[str, fl
         for text, report in zip(texts, reports, strict=True):
             if not report.equal:
                 raise RuntimeError(f"{label}, {text}: the plan is not the host's")
+            if report.races:
+                raise RuntimeError(f"{label}, {text}: {said_of_races(report)}")
         rows[label] = percentiles(reports)
         worst, _ = max(zip(texts, reports, strict=True), key=lambda pair: pair[1].cycles)
         times = "".join(f"{value:9.1f}" for value in rows[label].values())

@@ -247,11 +247,18 @@ Warp::Warp(Block& block, int number, const Function& entry, const Arguments& arg
 }
 
 void Warp::go_on(int64_t now) {
-    go_on_behind(now);
+    ++passed_.of_block;
+    proceed(now);
     std::ranges::fill(spent_, 0);
 }
 
 void Warp::go_on_behind(int64_t now) {
+    ++passed_.of_some;
+    proceed(now);
+}
+
+void Warp::proceed(int64_t now) {
+    ++passed_.of_warp;
     is_waiting_ = false;
     now_ = last_load_ = last_store_ = now;
 }
@@ -272,6 +279,7 @@ bool Warp::step() {
         ++now_;
         is_waiting_ = true;
         waits_for_ = in.operands.size() > 1 ? get(in.operands[1], frame, lane) : 0;
+        if (waits_for_ > 0) block_.races_.wait_for_some(number_);
         return false;
     }
     spend(in, frame, lane);
@@ -337,6 +345,7 @@ void Warp::execute(const Instruction& in, Frame& frame, Lanes lanes) {
         case "st"_w:
             return store(in, frame, lanes);
         case "syncwarp"_w:
+            ++passed_.of_warp;
             return;
         case "vote"_w:
             return vote(in, frame, lanes);
@@ -430,10 +439,18 @@ void Warp::convert_address(const Instruction& in, Frame& frame, Lanes lanes) {
     });
 }
 
+void Warp::note(Access access, bool changes, const uint8_t* place, int bytes, int lane) {
+    const int64_t offset = place - block_.shared_.data();
+    if (offset < 0 || offset >= Block::kSharedBytes) return;
+    const Thread by{number_, lane, passed_};
+    block_.races_.note(access, changes, static_cast<int>(offset), bytes, by, source_);
+}
+
 void Warp::load(const Instruction& in, Frame& frame, Lanes lanes) {
     const int bytes = in.type.bits / 8;
     for_each_lane(lanes, [&](int lane) {
         const uint8_t* from = address(in, in.operands[1], frame, lane);
+        note(Access::kRead, true, from, bytes * in.width, lane);
         for (int i = 0; i < in.width; ++i, from += bytes) {
             uint64_t value = 0;
             std::memcpy(&value, from, bytes);
@@ -450,6 +467,7 @@ void Warp::store(const Instruction& in, Frame& frame, Lanes lanes) {
         for (int i = 0; i < in.width; ++i, to += bytes) {
             const uint64_t value =
                 get(in.width > 1 ? in.operands[1].vector[i] : in.operands[1], frame, lane);
+            note(Access::kWrite, std::memcmp(to, &value, bytes) != 0, to, bytes, lane);
             std::memcpy(to, &value, bytes);
         }
     });
@@ -459,6 +477,7 @@ void Warp::update(const Instruction& in, Frame& frame, Lanes lanes) {
     const int bytes = in.type.bits / 8;
     for_each_lane(lanes, [&](int lane) {
         uint8_t* const place = address(in, in.operands[1], frame, lane);
+        note(Access::kUpdate, true, place, bytes, lane);
         uint64_t before = 0;
         std::memcpy(&before, place, bytes);
         const uint64_t after = combined(in, before, get(in.operands[2], frame, lane));
@@ -535,7 +554,8 @@ Block::Block(const Program& program, const Function& entry, int warps)
       num_warps_(warps),
       shared_(kSharedBytes, 0x55),  // what others have left there
       dynamic_shared_((program.shared_bytes + 127) / 128 * 128),
-      spent_(program.sources.size()) {}
+      spent_(program.sources.size()),
+      races_(kSharedBytes, warps) {}
 
 int64_t Block::run(const Arguments& arguments) {
     std::vector<Warp> warps;

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "ptx.h"
+#include "races.h"
 
 namespace ptx {
 
@@ -96,6 +97,8 @@ class Warp {
     void vote(const Instruction& in, Frame& frame, Lanes lanes);
     void enter(const Instruction& in, Frame& frame, Lanes lanes);
     void leave();
+    void proceed(int64_t now);
+    void note(Access access, bool changes, const uint8_t* place, int bytes, int lane);
     uint64_t get(const Operand& operand, Frame& frame, int lane);
     uint8_t* address(const Instruction& in, const Operand& operand, Frame& frame, int lane);
     Lanes lanes_of(const Instruction& in, Frame& frame, int lane);
@@ -111,6 +114,7 @@ class Warp {
     const int number_;
     std::vector<Frame> frames_;
     std::vector<uint8_t> stacks_;  // [lane] of local memory
+    Passed passed_;
     int64_t now_ = 0;
     int64_t last_load_ = 0;
     int64_t last_store_ = 0;
@@ -129,6 +133,7 @@ class Block {
     const std::vector<Segment>& segments() const { return segments_; }
     const std::vector<int64_t>& spent() const { return spent_; }  // of the slowest warps, by source
     const std::vector<Watched>& watched() const { return watched_; }
+    const Races& races() const { return races_; }
 
   private:
     friend class Warp;
@@ -147,6 +152,7 @@ class Block {
     std::vector<Segment> segments_;
     std::vector<int64_t> spent_;
     std::vector<Watched> watched_;
+    Races races_;
 };
 
 }  // namespace ptx

@@ -81,9 +81,12 @@ struct Plan {
 template <class Items, class Print>
 void print_list(const char* name, const Items& items, Print print) {
     std::printf(", \"%s\": [", name);
-    for (size_t i = 0; i < items.size(); ++i) {
-        if (i > 0) std::printf(", ");
-        print(items[i]);
+    const char* between = "";
+    for (const auto& item : items) {
+        std::printf("%s[", between);
+        print(item);
+        std::printf("]");
+        between = ", ";
     }
     std::printf("]");
 }
@@ -94,11 +97,11 @@ void print_report(const Program& program, const Block& block, int64_t cycles, bo
         const ptx::Source& at = program.sources[source];
         const auto file = program.files.find(at.file);
         const char* const path = file != program.files.end() ? file->second.c_str() : "";
-        std::printf("[\"%s\", \"%s\", %d]]", at.function->name.c_str(), path, at.line);
+        std::printf("[\"%s\", \"%s\", %d]", at.function->name.c_str(), path, at.line);
     };
     std::printf("{\"cycles\": %ld, \"equal\": %s", cycles, is_equal ? "true" : "false");
     print_list("segments", block.segments(), [&](const ptx::Segment& each) {
-        std::printf("[%ld, %d, ", each.cycles, each.warp);
+        std::printf("%ld, %d, ", each.cycles, each.warp);
         print_place(each.source);
     });
     std::vector<int> lines;
@@ -106,13 +109,20 @@ void print_report(const Program& program, const Block& block, int64_t cycles, bo
         if (block.spent()[i] > 0) lines.push_back(static_cast<int>(i));
     }
     print_list("lines", lines, [&](int source) {
-        std::printf("[%ld, ", block.spent()[source]);
+        std::printf("%ld, ", block.spent()[source]);
         print_place(source);
     });
     print_list("tries", block.watched(), [](const ptx::Watched& each) {
         int32_t work;  // what of a Verdict comes last
         std::memcpy(&work, each.returned.data() + each.returned.size() - sizeof work, sizeof work);
-        std::printf("[%d, %ld]", work, each.cycles);
+        std::printf("%d, %ld", work, each.cycles);
+    });
+    print_list("races", block.races().found(), [&](const auto& race) {
+        const auto& [places, times] = race;
+        std::printf("%d, ", times);
+        print_place(places.first);
+        std::printf(", ");
+        print_place(places.second);
     });
     std::printf("}\n");
 }

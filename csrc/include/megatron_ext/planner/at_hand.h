@@ -407,6 +407,7 @@ class RegistersAtHand : MainLanes {
         }
         const uint32_t host_then = host_word(t, room, held + 1);
         const int replica = t * sizes_.slots + held;
+        __syncwarp();  // What lanes still read must not change under them.
         if (is_own) {
             at.expert[replica] = main.index;
             at.giver[replica] = home_;
