@@ -119,20 +119,6 @@ struct HostWarp {
         return total;
     }
 
-    // The sum over the first `most` indices that count, of values that are not negative; anything
-    // from `enough` on if it is that much.
-    template <class Counts, class Function>
-    int64_t sum_first(
-        int count, int64_t most, int64_t enough, Counts counts, Function value_of) const {
-        int64_t total = 0;
-        for (int i = 0; i < count && most > 0 && total < enough; ++i) {
-            if (!counts(i)) continue;
-            total += value_of(i);
-            --most;
-        }
-        return total;
-    }
-
     // By one lane: the index of the highest of `count` entries from `first` on, which are not
     // negative; the lowest of equals.
     template <class Values>
@@ -318,6 +304,8 @@ struct DeviceLanes : RankLanes {
         return sum_of_lanes(total);
     }
 
+    // The sum over the first `most` indices that count, of values that are not negative; anything
+    // from `enough` on if it is that much.
     template <class Counts, class Function>
     __device__ int64_t
     sum_first(int count, int64_t most, int64_t enough, Counts counts, Function value_of) const {

@@ -125,6 +125,7 @@ class DomainBound {
 
     // What the `senders` busiest ranks keep at least, per rank and rounded up: the slots of the
     // others take no more than the so many hottest experts of theirs. Or `known`, if that is more.
+    // By a warp; a host finds it of all numbers of senders in one pass.
     MEGATRON_EXT_ONCE_IN_CODE int64_t by_senders(int senders, int64_t known) const {
         const int64_t load = warp_.sum(
             senders, [&](int i) -> int64_t { return domain_.home_load[domain_.busiest_first[i]]; });
