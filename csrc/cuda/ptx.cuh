@@ -44,8 +44,8 @@ __device__ inline void barrier_arrive(uint64_t* barrier) {
                  : "memory");
 }
 
-// Whether the phase of this parity is complete, as `barrier_wait` but without waiting.
-__device__ inline bool barrier_is_past(uint64_t* barrier, uint32_t parity) {
+// Whether a phase is complete, as `barrier_wait` but without waiting.
+__device__ inline bool barrier_is_past(uint64_t* barrier, uint32_t phase) {
     uint32_t complete;
     asm volatile(
         "{\n"
@@ -54,13 +54,14 @@ __device__ inline bool barrier_is_past(uint64_t* barrier, uint32_t parity) {
         "selp.u32 %0, 1, 0, complete;\n"
         "}"
         : "=r"(complete)
-        : "r"(shared_address(barrier)), "r"(parity)
+        : "r"(shared_address(barrier)), "r"(phase % 2)
         : "memory");
     return complete != 0;
 }
 
-// Wait until the phase of this parity is complete; what was loaded is visible then.
-__device__ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
+// Wait until a phase is complete, from 0 on; what was loaded is visible then. A barrier knows
+// whether a phase is odd, so nobody may wait for one when the second behind it may be complete.
+__device__ inline void barrier_wait(uint64_t* barrier, uint32_t phase) {
     asm volatile(
         "{\n"
         ".reg .pred complete;\n"
@@ -68,7 +69,7 @@ __device__ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
         "mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
         "@!complete bra again;\n"
         "}" ::"r"(shared_address(barrier)),
-        "r"(parity)
+        "r"(phase % 2)
         : "memory");
 }
 

@@ -106,7 +106,7 @@ __device__ void add_in_bulk(const Unit& unit, Shared& shared, uint32_t& steps) {
     // there is garbage, which is added but not stored.
     const auto take = [&](auto number, auto each) {
         const uint32_t stage = steps % kStages;
-        barrier_wait(&shared.loaded[stage], steps / kStages % 2);
+        barrier_wait(&shared.loaded[stage], steps / kStages);
         const auto* const fours =
             reinterpret_cast<const Four<decltype(number)>*>(shared.tiles[stage]);
         Four<decltype(number)> mine[kFours];
@@ -272,7 +272,7 @@ struct Loader {
     // Where the next unit is told. Until the unit before there is done, nothing of it may change.
     __device__ int room() const { return static_cast<int>(num_told % kUnits); }
     __device__ void wait_for_room() {
-        if (num_told >= kUnits) barrier_wait(&shared.done[room()], (num_told / kUnits - 1) % 2);
+        if (num_told >= kUnits) barrier_wait(&shared.done[room()], num_told / kUnits - 1);
     }
     __device__ void tell(const Unit& unit) {
         if (lane == 0) {
@@ -362,7 +362,7 @@ struct Loader {
                 const int bytes = i < unit.num_replicas ? grad_bytes : total_bytes;
                 const uint32_t stage = num_steps % kStages;
                 if (num_steps >= kStages) {
-                    barrier_wait(&shared.read[stage], (num_steps / kStages - 1) % 2);
+                    barrier_wait(&shared.read[stage], num_steps / kStages - 1);
                 }
                 barrier_expect(&shared.loaded[stage], elements * bytes);
                 bulk_load(shared.tiles[stage],
@@ -380,7 +380,7 @@ __device__ void do_units(const PeerPull& pull, uint64_t generation, Shared& shar
     uint32_t steps = 0;
     for (uint32_t n = 0;; ++n) {
         const int room = static_cast<int>(n % kUnits);
-        const uint32_t phase = n / kUnits % 2;
+        const uint32_t phase = n / kUnits;
         barrier_wait(&shared.told[room], phase);
         const Unit unit = shared.units[room];
         if (unit.work == Work::kEnd) return;

@@ -56,12 +56,12 @@ struct Passed {
     uint64_t barriers[kPlaces];
 
     __device__ uint64_t* barrier(uint32_t i) { return &barriers[i % kPlaces]; }
-    __device__ void init() {
-        for (uint64_t& each : barriers) barrier_init(&each);
+    __device__ void init(uint32_t arrivals = 1) {
+        for (uint64_t& each : barriers) barrier_init(&each, arrivals);
     }
     __device__ void arrive(uint32_t i) { barrier_arrive(barrier(i)); }
-    __device__ bool has(uint32_t i) { return barrier_is_past(barrier(i), i / kPlaces % 2); }
-    __device__ void wait(uint32_t i) { barrier_wait(barrier(i), i / kPlaces % 2); }
+    __device__ bool has(uint32_t i) { return barrier_is_past(barrier(i), i / kPlaces); }
+    __device__ void wait(uint32_t i) { barrier_wait(barrier(i), i / kPlaces); }
 };
 
 struct Pipeline {
@@ -71,7 +71,7 @@ struct Pipeline {
     Unit units[kUnits];
     Passed<kUnits> taken;  // taker to all others
     Passed<kUnits> moved;  // storer to teller: the bulk stores are complete
-    Passed<kUnits> told;   // teller to taker: nobody needs the unit any more
+    Passed<kUnits> told;   // loader and teller to taker: nobody needs the unit any more
 
     __device__ Unit& unit(uint32_t n) { return units[n % kUnits]; }
     __device__ char* tile(uint32_t i) { return tiles[i % kStages]; }
@@ -209,6 +209,8 @@ __device__ void take_units(
 __device__ void load_tiles(Pipeline& pipeline) {
     uint32_t tile = 0;  // of all units
     for (uint32_t n = 0;; ++n) {
+        // The storer does not wait for who reads a unit of no tiles.
+        if (n > 0) pipeline.told.arrive(n - 1);
         pipeline.taken.wait(n);
         const Unit& unit = pipeline.unit(n);
         if (unit.is_end) return;
@@ -315,7 +317,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) push_kernel(PeerRank self, 
             pipeline.emptied.init();
             pipeline.taken.init();
             pipeline.moved.init();
-            pipeline.told.init();
+            pipeline.told.init(2);
         }
     }
     __syncthreads();

@@ -9,7 +9,7 @@ from collections import Counter
 
 from tests.mcore.random_graphs import SETTLED, described, try_programs
 
-NUM_PROGRAMS = 100
+NUM_PROGRAMS = 60
 
 
 def test_no_program_is_silently_wrong() -> None:

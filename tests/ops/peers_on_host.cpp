@@ -665,11 +665,14 @@ int main(int, char** arguments) {
     for (int i = 0; i < 5; ++i) {
         // Each rank passes on what the one before it sends, in a circle.
         push_to_all({4, 1, 3, {100}, {}, false, 0}, 4);
-        // More destinations than a warp has lanes.
-        push_to_all({40, 2, 2, {100, 48, 16, 8192 + 4}, {}, false, 1000}, 1);
+        // Chunks without a tile, as an expert's scale is one: who loads has nothing to do.
+        push_to_all({2, 8, 8, {4, 4, 100, 4}, {}, false, 1000}, 2);
         write_words();
     }
     for (int i = 0; i < rounds; ++i) move_random_replicas();
+    // More destinations than a warp has lanes.
+    for (int i = 0; i < 5; ++i)
+        push_to_all({40, 2, 2, {100, 48, 16, 8192 + 4}, {}, false, 1000}, 1);
     for (int i = 0; i < 20; ++i) set_aside();
     end_waits_in_time();
     end_waits_at_once();

@@ -139,7 +139,7 @@ __global__ void relay_rounds(Hop from, Hop to, Sizes sizes, unsigned* late) {
         for (int64_t at = 0; at < sizes.bytes; at += kTileBytes) {
             barrier_expect(&loaded, sizes.tile(at));
             bulk_load(tile, from.bytes + pair * sizes.bytes + at, sizes.tile(at), &loaded);
-            barrier_wait(&loaded, used++ % 2);
+            barrier_wait(&loaded, used++);
             bulk_store(to.bytes + pair * sizes.bytes + at, tile, sizes.tile(at));
             bulk_commit();
             // The next load takes the tile. The last store has what `end_stores` waits for.

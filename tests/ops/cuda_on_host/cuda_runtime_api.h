@@ -86,6 +86,7 @@ struct Exchange {
 
 struct Launch {
     dim3 grid, block;
+    size_t dynamic_bytes;
     std::function<void()> body;
     uint64_t num_blocks() const { return uint64_t{grid.x} * grid.y * grid.z; }
 };
@@ -96,7 +97,8 @@ struct Block {
     std::vector<std::unique_ptr<Thread>> threads;
     std::vector<std::vector<Thread*>> warps;
     std::vector<Exchange> exchanges;  // one a warp
-    std::vector<char> shared;         // while another block has the shared memory
+    std::vector<char> shared;         // while another block has the shared memory, and
+    std::vector<char> dynamic;        // as much of the dynamic memory as its launch asked for
     int naps = 0;                     // so often others come first
     size_t some = 0;                  // threads that wait for each other in kAtSome
 };
@@ -107,6 +109,9 @@ inline Block* block = nullptr;
 inline Thread* current = nullptr;
 inline jmp_buf scheduler;
 inline std::map<cudaStream_t, std::deque<Launch>> streams;
+
+// Shared memory of a size that a launch says: of all kernels, as one block runs at a time.
+alignas(128) inline char dynamic_memory[227 << 10];
 
 // So often threads have waited since one did something that others can wait for.
 inline uint64_t idle_waits = 0;
@@ -263,7 +268,7 @@ inline void run_streams() {
         std::list<std::unique_ptr<Block>> blocks;
     };
     std::list<Running> running;
-    const size_t shared_bytes = __stop_shared_memory - __start_shared_memory;
+    const size_t static_bytes = __stop_shared_memory - __start_shared_memory;
     const Block* owner = nullptr;  // of the shared memory
     while (true) {
         for (auto& [stream, launches] : streams) {
@@ -280,7 +285,8 @@ inline void run_streams() {
         while (chosen->next_block < chosen->launch.num_blocks() &&
                static_cast<int>(chosen->blocks.size()) < chosen->resident) {
             chosen->blocks.push_back(start_block(chosen->launch, chosen->next_block++));
-            chosen->blocks.back()->shared.assign(shared_bytes, '\xff');  // NaN
+            chosen->blocks.back()->shared.assign(static_bytes, '\xff');  // NaN
+            chosen->blocks.back()->dynamic.assign(chosen->launch.dynamic_bytes, '\xff');
         }
         auto next =
             std::next(chosen->blocks.begin(), static_cast<long>(random() % chosen->blocks.size()));
@@ -295,9 +301,11 @@ inline void run_streams() {
                 for (const auto& other : each.blocks) {
                     if (other.get() != owner) continue;
                     other->shared.assign(__start_shared_memory, __stop_shared_memory);
+                    std::copy_n(dynamic_memory, other->dynamic.size(), other->dynamic.begin());
                 }
             }
             std::copy(block->shared.begin(), block->shared.end(), __start_shared_memory);
+            std::copy(block->dynamic.begin(), block->dynamic.end(), dynamic_memory);
             owner = block;
         }
         if (run_block()) {
@@ -314,8 +322,8 @@ inline void run_streams() {
 }
 
 template <class Kernel>
-void launch(dim3 grid, dim3 block_size, size_t, cudaStream_t stream, Kernel kernel) {
-    Launch launch{grid, block_size, kernel};
+void launch(dim3 grid, dim3 block_size, size_t dynamic_bytes, cudaStream_t stream, Kernel kernel) {
+    Launch launch{grid, block_size, dynamic_bytes, kernel};
     if (stream != nullptr) {
         streams[stream].push_back(std::move(launch));
         return;
@@ -442,7 +450,7 @@ enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin };
 
 namespace cuda_on_host {
-inline int most_shared_bytes = 227 << 10;  // of a block
+inline int most_shared_bytes = sizeof dynamic_memory;  // of a block
 }
 
 inline cudaError_t cudaGetDevice(int* device) {

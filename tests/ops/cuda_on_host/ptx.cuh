@@ -4,9 +4,9 @@
 // order. A store reads its shared memory when its thread waits for that, and reaches its
 // destination when its thread waits for that. So what is read, overwritten or told to others too
 // early shows as other bytes. What the hardware forbids ends the program: wrong alignment, a block
-// that ends before its copies, a barrier used twice in a phase, a bulk copy that no fence orders
-// behind an acquired flag, a relaxed store that no fence orders behind what other threads did, a
-// flag that is looked at and not acquired.
+// that ends before its copies, a barrier used twice in a phase, or waited for when two more phases
+// are complete, a bulk copy that no fence orders behind an acquired flag, a relaxed store that no
+// fence orders behind what other threads did, a flag that is looked at and not acquired.
 #pragma once
 
 #include <cstdint>
@@ -158,9 +158,11 @@ inline void barrier_arrive(uint64_t* barrier) {
     cuda_on_host::let_others_run();
 }
 
-inline bool barrier_is_past(uint64_t* barrier, uint32_t parity) {
+inline bool barrier_is_past(uint64_t* barrier, uint32_t phase) {
     cuda_on_host::let_others_run();
-    if (cuda_on_host::as_barrier(barrier).phase % 2 == parity) return false;
+    const auto ended = static_cast<uint16_t>(cuda_on_host::as_barrier(barrier).phase - phase);
+    if (ended == 0) return false;
+    if (ended > 1) cuda_on_host::fail("a barrier has gone on by two phases before a look");
     const auto known = cuda_on_host::copies[cuda_on_host::block].known[barrier];
     cuda_on_host::Thread& thread = *cuda_on_host::current;
     thread.acquired = std::max(thread.acquired, known.acquired);
@@ -169,8 +171,8 @@ inline bool barrier_is_past(uint64_t* barrier, uint32_t parity) {
     return true;
 }
 
-inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
-    while (!barrier_is_past(barrier, parity)) {
+inline void barrier_wait(uint64_t* barrier, uint32_t phase) {
+    while (!barrier_is_past(barrier, phase)) {
         auto& loads = cuda_on_host::copies[cuda_on_host::block].loads;
         if (loads.empty()) {
             cuda_on_host::wait(cuda_on_host::State::kSpinning);
