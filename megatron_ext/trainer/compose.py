@@ -249,15 +249,17 @@ def _wrong_words(overrides: Sequence[str], folder: Path) -> list[str]:
     sections = _sections_of(TrainConfig)
     for word in OverridesParser.create().parse_overrides([*dict.fromkeys(overrides)]):
         name, said = word.key_or_group, str(word.input_line)
+        section, _, key = name.rpartition(".")
         options = {*recipe_names(folder / name), *recipe_names(shipped_recipes() / name)}
-        known = ", ".join(sorted(options))
-        if word.is_delete() and (known or name.rpartition(".")[0] in sections):
-            other = f"one of {known}" if known else "another value"
-            problems.append(f"{said}: {name} cannot be taken away, only get {other}: {name}=...")
-        elif known:
+        has = f"the group {name} has {', '.join(sorted(options))}"
+        if word.is_delete():
+            if options or key in getattr(sections.get(section), "__dataclass_fields__", ()):
+                rule = has if options else f"give it another value, {name}=..."
+                problems.append(f"{said}: {name} cannot be taken away; {rule}")
+        elif options:
             chosen.setdefault(name, []).append(said)
             if not isinstance(word.value(), str | list | dict | Sweep):
-                problems.append(f"{said}: the group {name} has {known}")
+                problems.append(f"{said}: {has}")
     twice = {name: words for name, words in chosen.items() if words[1:]}
     return problems + [f"{name} is given twice: {', '.join(of)}" for name, of in twice.items()]
 
@@ -402,7 +404,7 @@ def _hydra_problem(error: Exception) -> str:
         return f"{found[1]}: a run has one value of each setting; -m makes a run for each value"
     if found := re.match(r"Could not append to config. An item is already at '(\S+)'", said):
         return f"{found[1]} is a setting: write {found[1]}=..., without a plus"
-    if found := re.search(r"Could not find '(.*)/(\w+)'", said):
+    if found := re.search(r"Could not find '(.*)/(\w*)'", said):
         options = getattr(error, "options", None) or []
         known = f"{', '.join(options)}{did_you_mean(found[2], options)}"
         return f"{found[1]}={found[2]}: the group {found[1]} has {known}"

@@ -254,12 +254,16 @@ WRONG = {
         ["--config-name", "quickstart", "balance=3"],
         ["balance=3: the group balance has ideal, libra, none, quota"],
     ),
+    "nothing for a group": (
+        ["--config-name", "quickstart", "balance="],
+        ["balance=: the group balance has ideal, libra, none, quota"],
+    ),
     "what cannot be taken away": (
         ["--config-name", "quickstart", "~steps", "~model.topk", "~balance"],
         [
-            "~steps: steps cannot be taken away, only get another value: steps=...",
+            "~steps: steps cannot be taken away; give it another value, steps=...",
             "~model.topk: model.topk cannot be taken away",
-            "~balance: balance cannot be taken away, only get one of ideal, libra, none, quota: ba",
+            "~balance: balance cannot be taken away; the group balance has ideal, libra, none",
         ],
     ),
     "several values": (
