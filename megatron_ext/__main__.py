@@ -1,6 +1,5 @@
 """The `megatron-ext` command, also as `python -m megatron_ext`."""
 
-import signal
 import sys
 
 
@@ -16,6 +15,8 @@ def main() -> int:
 
         return run()
     except KeyboardInterrupt:  # In a training before there are ranks, whose launcher deals with it.
+        import signal
+
         return 128 + signal.SIGINT
 
 

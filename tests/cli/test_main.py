@@ -438,6 +438,14 @@ def test_an_interrupt_while_it_imports(way):
     assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"")
 
 
+def test_little_is_imported_before_an_interrupt_is_caught():
+    program = "import sys; sys.path[:0] = ['']; import megatron_ext.__main__; print(*sys.modules)"
+    result = subprocess.run(  # Without `site`, which imports what an environment wants.
+        [sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=True
+    )
+    assert not {"enum", "functools", "re", "typing"} & {*result.stdout.decode().split()}
+
+
 def test_an_error_of_our_own_keeps_its_traceback(monkeypatch):
     def broken(arguments):
         raise TypeError("a bug")
