@@ -20,8 +20,9 @@ stages; stage 4 starts before stage 3 and ends before stage 6:
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+# As `typing` has it: Ctrl-C gives a traceback until a command has imported this file.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from megatron_ext.balance.costs import LayerCosts
     from megatron_ext.balance.plan import BalancePlan
@@ -70,7 +71,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import public names at first use: the CPU platform must come before Megatron."""
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,8 +1,24 @@
-"""`python -m megatron_ext`: the `megatron-ext` command."""
+"""The `megatron-ext` command, also as `python -m megatron_ext`."""
 
 import sys
 
-from megatron_ext.cli import main
+
+def main() -> int:
+    """Run the command of the process's words.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        # Ctrl-C may come while this imports, too.
+        from megatron_ext.cli import main as run
+
+        return run()
+    except KeyboardInterrupt:  # In a training before there are ranks, whose launcher deals with it.
+        import signal
+
+        return 128 + signal.SIGINT
+
 
 # Checkpoint writers are spawned and import this file again.
 if __name__ == "__main__":

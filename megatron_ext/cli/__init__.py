@@ -33,7 +33,7 @@ from megatron_ext.cli import (
     whatif,
 )
 from megatron_ext.cli.options import take_overrides
-from megatron_ext.cli.output import FAILED, INTERRUPTED
+from megatron_ext.cli.output import FAILED
 from megatron_ext.trainer.command import of_extra
 
 # In the order in which `--help` lists them.
@@ -59,13 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
-    except KeyboardInterrupt:  # In a training before there are ranks, whose launcher deals with it.
-        return INTERRUPTED
-
-
-def _run(words: list[str]) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # The name of a file may be no text.
     if words[:1] == ["train"]:

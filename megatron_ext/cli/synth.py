@@ -62,10 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Generate loads, write them, and show how uneven they are; or list the kinds."""
     from megatron_ext.balance.metrics import home_loads, imbalance
     from megatron_ext.files.loads import write_loads
-    from megatron_ext.lab.synthetic import LoadSpec, generate, make_spec
+    from megatron_ext.lab.synthetic import LoadSpec, generate, get_kind, make_spec
 
     if arguments.list:
         return show(arguments, _kinds(), _kind_lines)
+    if arguments.kind is not None:
+        get_kind(arguments.kind)  # A wrong one is said before what is missing.
     for option in ("KIND", "--ranks", "--experts", "--out"):
         if getattr(arguments, option.strip("-").lower()) is None:
             raise ValueError(f"{option} is not given (nor --list)")

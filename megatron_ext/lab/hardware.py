@@ -87,7 +87,7 @@ class Hardware:
     outer_bandwidth: float = field(metadata=_POSITIVE)
     """Bytes per second that a rank sends out of its domain, as reached."""
     overlap: float = field(metadata=limits(least=0, most=1))
-    """Share of a computation that can hide a transfer: 0 where ranks copy by themselves."""
+    """Share of a computation that can hide transfers and plans: 0 on ranks that do all in turn."""
     relay_threshold: int = field(metadata=limits(least=0, most=_MOST_RANKS))
     """Most sends of a rank without relays (`transport/relay.py`)."""
     solve_us: dict[str, float]

@@ -2,8 +2,9 @@
 
 The loads are planned as in `replay`; the equations of UltraEP (section 4.3) turn each plan into
 seconds, with the costs of a model (`shape.py`) on a machine (`hardware.py`). `LayerCosts`, which
-also chooses plans in training, gives the parts that depend on the plan. Legend: B loads, R ranks of
-the EP group, E logical experts, N local tokens, K choices of a token.
+also chooses plans in training, gives the parts that depend on the plan. Plans and replicas cost
+what the plug-in's layer does not hide. Legend: B loads, R ranks of the EP group, E logical experts,
+N local tokens, K choices of a token.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ NONE = "none"
 LEFT_OUT = (
     "experts have one rate and dense parts another, for any number and size of products",
     "kernel launches, latency of messages and waiting for the host, but for what is in a rate",
-    "contention between transfers, and between transfers and computation beside them",
+    "contention between transfers and computation beside them",
+    "that a stage's first layer in backward has no layer above, beside which its replicas move",
+    "Megatron's own overlap of shared experts, which then hide no replicas",
+    "that quantized replicas move once more behind a recomputed forward",
     "how uneven the traffic is inside an all-to-all: the busiest rank's bytes go at the full rate",
     "which tokens leave a domain: remote ones are spread evenly over the other ranks",
     "transfers between pipeline stages; stages that differ (each counts as the slowest)",
@@ -384,14 +388,17 @@ def _layer_times(
     """Return the exposed seconds of one MoE layer, float64 [B] by part: forward and backward.
 
         solve    planning
-        weights  moving replicas' weights, or in forward reroute, whichever is longer
+        weights  moving replicas' weights, or reroute, whichever is longer
         tokens   dispatch and combine
         experts  the experts
         dense    attention, router and shared expert
-        reduce   reducing replicas' gradients, as far as it is not hidden
+        reduce   reducing replicas' gradients
 
-    Forward is Eq. 1. Backward is Eq. 2, where replicas cost only what is not hidden: weight
-    gradients hide materializing again, and the dense part's backward hides the reduction.
+    What moves beside computation costs the time by which it is longer. Transfers take turns on the
+    links, so the tokens' hide nothing. Forward is UltraEP's Eq. 1, and runs beside the shared
+    expert. In backward, the layer above's gradients and then this layer's weights move beside the
+    layer above's dense part. Recomputing a layer moves its weights as forward does, by the same
+    plan, and no more. A MoE layer that is recomputed alone waits for its gradients.
     """
     costs, shape, hardware = machine.costs, machine.shape, machine.hardware
     picoseconds = torch.stack(
@@ -401,29 +408,34 @@ def _layer_times(
         ]
     )
     weights, tokens, experts = (picoseconds.double() * 1e-12).unbind(-1)
-    replicas = weights > 0
     reroute = machine.reroute_s(slots) if slots else 0.0
-    dense_s = machine.dense_s(shape.dense_flops(shape.moe_dense_params))
-    dense = torch.full_like(weights, dense_s)
+    dense = torch.full_like(weights, machine.dense_s(shape.dense_flops(shape.moe_dense_params)))
+    beside = hardware.overlap * machine.dense_s(2.0 * shape.shared_expert_params)
     forward = {
-        "solve": torch.full_like(weights, solve_s),
-        "weights": weights.clamp(min=reroute),
+        "solve": torch.full_like(weights, max(solve_s - beside, 0.0)),
+        "weights": (weights - max(beside - solve_s, 0.0)).clamp(min=reroute),
         "tokens": tokens,
         "experts": experts,
         "dense": dense,
     }
-    # Of the experts' backward one half is weight gradients, as long as the forward.
-    filled_again = weights - hardware.overlap * experts
-    gradients = _GRADIENT_BYTES * shape.expert_params / shape.replica_bytes
-    reduced = weights * gradients - 2 * hardware.overlap * dense
-    again = {"none": (0, 0), "selective": (1, 0), "full": (1, 1)}[shape.recompute]
+    gradients = weights * _GRADIENT_BYTES * shape.expert_params / shape.replica_bytes
+    window = 2 * hardware.overlap * dense
     backward = {
-        "weights": torch.where(replicas, filled_again, 0.0).clamp(min=0.0),
-        "tokens": tokens * (1 + again[0]),
-        "experts": experts * (2 + again[0]),
-        "dense": dense * (2 + again[1]),
-        "reduce": torch.where(replicas, reduced, 0.0).clamp(min=0.0),
+        "weights": (weights - (window - gradients).clamp(min=0.0)).clamp(min=0.0),
+        "tokens": tokens,
+        "experts": 2 * experts,
+        "dense": 2 * dense,
+        "reduce": (gradients - window).clamp(min=0.0),
     }
+    if shape.recompute != "none":
+        backward["weights"] = (weights - beside).clamp(min=reroute)
+        backward["tokens"] = 2 * tokens
+        backward["experts"] = 3 * experts
+        backward["dense"] = 3 * dense
+    if shape.recompute == "selective":
+        params = shape.moe_dense_params - shape.attention_params
+        backward["dense"] = 2 * dense + machine.dense_s(2.0 * params)
+        backward["reduce"] = gradients
     return forward, backward
 
 

@@ -83,7 +83,7 @@ def make_spec(kind: str, **given: Any) -> LoadSpec:
         ValueError: There is no such kind, a value is out of range or means nothing to the kind.
     """
     settings = [name for name in ("exponent", "imbalance", "share") if name in given]
-    return LoadSpec(**{**_get_kind(kind, settings).defaults, **given})
+    return LoadSpec(**{**get_kind(kind, settings).defaults, **given})
 
 
 def generate(
@@ -102,7 +102,7 @@ def generate(
     Raises:
         ValueError: There is no such kind, or it cannot be as `spec` says.
     """
-    known = _get_kind(kind, [] if spec.imbalance is None else ["imbalance"])
+    known = get_kind(kind, [] if spec.imbalance is None else ["imbalance"])
     if spec.batch < known.min_batch:
         raise ValueError(
             f"batch ({spec.batch}) must be >= {known.min_batch} for {kind}, which is about change"
@@ -457,8 +457,12 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def _get_kind(kind: str, settings: Sequence[str]) -> Kind:
-    """Return a kind by its name; refuse settings that it does not have."""
+def get_kind(kind: str, settings: Sequence[str] = ()) -> Kind:
+    """Return a kind by its name.
+
+    Raises:
+        ValueError: There is no such kind, or it does not have one of the settings.
+    """
     if kind not in KINDS:
         known = ", ".join(sorted(KINDS))
         raise ValueError(f"unknown kind {kind!r}; known: {known}{did_you_mean(kind, KINDS)}")

@@ -21,6 +21,8 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Sweep
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
@@ -155,11 +157,11 @@ def load_config(
     Raises:
         ConfigError: A recipe or key does not exist, or a value has the wrong type.
     """
-    if twice := _given_twice(overrides):
-        raise ConfigError(twice)
     folder = Path(config_dir).absolute() if config_dir else shipped_recipes()
     if not folder.is_dir():
         raise ConfigError([f"--config-dir ({config_dir}) is not a folder"])
+    if wrong := _wrong_words(overrides, folder):
+        raise ConfigError(wrong)
     config_name = config_name or SCHEMA
     if config_name != SCHEMA:
         _check_recipe(config_name, folder)
@@ -236,14 +238,30 @@ def _check_recipe(name: str, folder: Path) -> None:
     )
 
 
-def _given_twice(overrides: Sequence[str]) -> list[str]:
-    """Return the groups of which two overrides choose different options, a problem each."""
+def _wrong_words(overrides: Sequence[str], folder: Path) -> list[str]:
+    """Return what is wrong with the groups and the deletions among overrides, a problem each.
+
+    A group is given one of its options, in the folder or in the package. Only an entry of a mapping
+    can be taken away, as in `~megatron.name`.
+    """
+    problems = []
     chosen: dict[str, list[str]] = {}
-    for each in dict.fromkeys(overrides):
-        name = each.lstrip("+").split("=")[0]
-        if (shipped_recipes() / name).is_dir():
-            chosen.setdefault(name, []).append(each)
-    return [f"{name} is given twice: {', '.join(two)}" for name, two in chosen.items() if two[1:]]
+    sections = _sections_of(TrainConfig)
+    for word in OverridesParser.create().parse_overrides([*dict.fromkeys(overrides)]):
+        name, said = word.key_or_group, str(word.input_line)
+        section, _, key = name.rpartition(".")
+        options = {*recipe_names(folder / name), *recipe_names(shipped_recipes() / name)}
+        has = f"the group {name} has {', '.join(sorted(options))}"
+        if word.is_delete():
+            if options or key in getattr(sections.get(section), "__dataclass_fields__", ()):
+                rule = has if options else f"give it another value, {name}=..."
+                problems.append(f"{said}: {name} cannot be taken away; {rule}")
+        elif options:
+            chosen.setdefault(name, []).append(said)
+            if not isinstance(word.value(), str | list | dict | Sweep):
+                problems.append(f"{said}: {has}")
+    twice = {name: words for name, words in chosen.items() if words[1:]}
+    return problems + [f"{name} is given twice: {', '.join(of)}" for name, of in twice.items()]
 
 
 class _Recipes(FileConfigSource):
@@ -386,7 +404,7 @@ def _hydra_problem(error: Exception) -> str:
         return f"{found[1]}: a run has one value of each setting; -m makes a run for each value"
     if found := re.match(r"Could not append to config. An item is already at '(\S+)'", said):
         return f"{found[1]} is a setting: write {found[1]}=..., without a plus"
-    if found := re.search(r"Could not find '(.*)/(\w+)'", said):
+    if found := re.search(r"Could not find '(.*)/(\w*)'", said):
         options = getattr(error, "options", None) or []
         known = f"{', '.join(options)}{did_you_mean(found[2], options)}"
         return f"{found[1]}={found[2]}: the group {found[1]} has {known}"

@@ -6,13 +6,14 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import types
 from pathlib import Path
 
 import pytest
 
 import megatron_ext
-from megatron_ext import cli
+from megatron_ext import __main__, cli
 from megatron_ext.arguments import positive
 from megatron_ext.cli import doctor, main, train
 from tests.cli.command import run
@@ -404,7 +405,45 @@ def test_interrupt(monkeypatch, capsys):
     ):
         with monkeypatch.context() as patched:
             patched.setattr(module, function, interrupted)
-            assert run(capsys, command) == (130, "", "")
+            patched.setattr(sys, "argv", ["megatron-ext", command])
+            assert __main__.main() == 130
+            assert capsys.readouterr() == ("", "")
+
+
+IMPORTING = """
+import os, signal, sys
+from importlib.metadata import EntryPoint
+from runpy import run_module
+
+class CtrlC:
+    def find_spec(name, path=None, target=None):
+        if name == "megatron_ext.cli.doctor":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # It may be ignored in the background.
+sys.meta_path.insert(0, CtrlC)
+sys.argv = ["megatron-ext", "doctor"]
+"""
+
+
+@pytest.mark.parametrize("way", ["the installed command", "python -m"])
+def test_an_interrupt_while_it_imports(way):
+    script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    installed = f"EntryPoint('', {script['megatron-ext']!r}, '').load()"
+    start = "run_module('megatron_ext', run_name='__main__')"
+    run_it = start if way == "python -m" else f"sys.exit({installed}())"
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORTING + run_it], cwd=ROOT, capture_output=True, timeout=60
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"")
+
+
+def test_little_is_imported_before_an_interrupt_is_caught():
+    program = "import sys; sys.path[:0] = ['']; import megatron_ext.__main__; print(*sys.modules)"
+    result = subprocess.run(  # Without `site`, which imports what an environment wants.
+        [sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=True
+    )
+    assert not {"enum", "functools", "re", "typing"} & {*result.stdout.decode().split()}
 
 
 def test_an_error_of_our_own_keeps_its_traceback(monkeypatch):

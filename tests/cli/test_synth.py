@@ -90,6 +90,12 @@ def test_synth_needs_sizes(tmp_path, capsys, missing):
     assert re.fullmatch(f"megatron-ext synth: error: {missing} .*--list.*\n", stderr)
 
 
+def test_a_wrong_kind_is_said_before_what_is_missing(capsys):
+    status, stdout, stderr = run(capsys, "synth", "zip")
+    assert (status, stdout) == (2, "")
+    assert re.fullmatch(r"megatron-ext synth: error: unknown kind 'zip'.*mean zipf\?\n", stderr)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

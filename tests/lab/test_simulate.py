@@ -151,23 +151,68 @@ def test_reroute_hides_weights_or_is_hidden(load):
     assert forward["weights"] == 1.0
 
 
-def test_overlap_hides_what_fits(load):
-    """Filling again has the experts' 8 seconds to hide in, reducing the dense part's 2 x 42.7."""
+def test_backward_hides_what_fits_beside_dense_parts(load):
+    """They take 2 x 42.7 s; gradients come first, and are as many bytes as weights."""
     plan = solve(load, ep_size=2, slots=1)
-    _, backward = times_of(a_machine(overlap=1.0, weight_bandwidth=48 / 90), plan, load)
-    assert backward["weights"] == pytest.approx(90 - 8)
-    assert backward["reduce"] == pytest.approx(90 - 2 * 8 * 64 / 12)
-    _, backward = times_of(a_machine(overlap=1.0), plan, load)
-    assert (backward["weights"], backward["reduce"]) == (0, 0)
+    window = 2 * 8 * 64 / 12
+    for seconds, weights, reduce in (
+        (90, 90, 90 - window),
+        (50, 2 * 50 - window, 0),
+        (40, 0, 0),
+    ):
+        hardware = a_machine(overlap=1.0, weight_bandwidth=48 / seconds)
+        _, backward = times_of(hardware, plan, load)
+        assert backward["weights"] == pytest.approx(weights)
+        assert backward["reduce"] == pytest.approx(reduce)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "solve_s", "memory_bandwidth", "exposed"),
+    [
+        (0.0, 6.0, 1e15, (6, 20)),
+        (1.0, 6.0, 1e15, (0, 20 - (16 - 6))),
+        (1.0, 18.0, 1e15, (18 - 16, 20)),
+        (0.5, 6.0, 1e15, (0, 20 - (8 - 6))),
+        (1.0, 6.0, 400 / 15, (0, 15)),  # Reroute waits for the plan, not for the replicas.
+    ],
+)
+def test_shared_experts_hide_plan_and_replicas(load, overlap, solve_s, memory_bandwidth, exposed):
+    """8 tokens of 24 FLOPs, 12 in a second: 16 s, beside a plan and then 20 s of weights."""
+    plan = solve(load, ep_size=2, slots=1)
+    hardware = a_machine(
+        overlap=overlap, weight_bandwidth=48 / 20, memory_bandwidth=memory_bandwidth
+    )
+    shape = a_shape(shared_expert_hidden_size=3)
+    forward, _ = times_of(hardware, plan, load, shape=shape, solve_s=solve_s)
+    assert (forward["solve"], forward["weights"]) == pytest.approx(exposed)
 
 
 def test_recompute_does_the_forward_again(load):
+    """Of 64 FLOPs of a token's dense parts, the router in the MoE layer has 16."""
     none = solve(load, ep_size=2, slots=1, strategy="none")
     passes = {}
     for recompute in ("none", "selective", "full"):
-        forward, backward = times_of(a_machine(), none, load, shape=a_shape(recompute=recompute))
+        forward, backward = times_of(
+            a_machine(), none, load, shape=a_shape(recompute=recompute), slots=0
+        )
         passes[recompute] = [backward[p] / forward[p] for p in ("tokens", "experts", "dense")]
-    assert passes == {"none": [1, 2, 2], "selective": [2, 3, 2], "full": [2, 3, 3]}
+    assert passes == {"none": [1, 2, 2], "selective": [2, 3, 2.25], "full": [2, 3, 3]}
+
+
+def test_a_recomputed_layer_moves_its_replicas_in_its_forward(load):
+    """20 s of weights: 16 s are beside the shared expert; gradients only if attention follows."""
+    plan = solve(load, ep_size=2, slots=1)
+    hardware = a_machine(overlap=1.0, weight_bandwidth=48 / 20)
+    exposed = {}
+    for recompute in ("none", "selective", "full"):
+        shape = a_shape(shared_expert_hidden_size=3, recompute=recompute)
+        _, backward = times_of(hardware, plan, load, shape=shape, solve_s=6.0)
+        exposed[recompute] = (backward["weights"], backward["reduce"])
+    assert exposed == {
+        "none": (0, 0),
+        "selective": pytest.approx((4, 20)),
+        "full": pytest.approx((4, 0)),
+    }
 
 
 def test_relays_halve_and_outer_links_slow():

@@ -6,7 +6,9 @@ The paper gives averages over three models: EPLB +20 %, LPLB +12 %, EPLB with ex
 UltraEP +42 % of throughput over no balancing, and UltraEP at 94.6 % of ideal. It does not give the
 loads. Here they are synthetic (`drift`): how skewed they are is set for each model so that no
 balancing reaches the paper's share of ideal, 0.946 / 1.42; how fast popularity moves between two
-placements of EPLB stays open, so several speeds are shown. Nothing else is fitted.
+placements of EPLB stays open, so several speeds are shown. Nothing else is fitted. Plans and
+replicas are exposed as in the paper's Eq. 1 and 2; `here` is `quota` with what this package's layer
+hides (decision 070).
 
 LPLB's replicas stay among 8 ranks, as in the topology "Cube" that its README recommends for
 balancing. `lplb_all` is what it would gain if they could be on any of the 64.
@@ -14,7 +16,9 @@ balancing. `lplb_all` is what it would gain if they could be on any of the 64.
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -22,14 +26,14 @@ from megatron_ext.balance.strategies.strategy import PlanSettings
 from megatron_ext.config import HistorySettings
 from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import markdown_table
+from megatron_ext.lab import simulate as lab
 from megatron_ext.lab.hardware import read_hardware
 from megatron_ext.lab.shape import read_shape
-from megatron_ext.lab.simulate import Setting, simulate
 from megatron_ext.lab.synthetic import generate, make_spec
 
 PAPER = {"lplb": 0.12, "eplb": 0.20, "eplb_exact": 0.29, "quota_paper": 0.42}
 """Gains over no balancing. `quota_paper` is UltraEP's own planner."""
-BESIDE = ("quota", "lplb_all")
+BESIDE = ("quota", "here", "lplb_all")
 """Shown too, though the paper has no number for them."""
 SHARE_OF_NONE = 0.946 / 1.42
 MODELS = {"glm45_106b": 128, "qwen3_235b": 256, "deepseek_v3": 256}
@@ -70,8 +74,18 @@ def find_loads(shape, hardware, tokens: int, gpus: int) -> Loads:
     return loads
 
 
-def run(loads, strategies, shape, hardware, gpus, interval, nvlink_domain=None):
-    setting = Setting(
+LAYER_TIMES = lab._layer_times
+
+
+def as_published(machine, load, plans, **given):
+    """A layer's times: plan and replicas are exposed in forward, by Eq. 1; by Eq. 2 not later."""
+    bare = replace(machine, hardware=replace(machine.hardware, overlap=0.0))
+    forward, backward = LAYER_TIMES(bare, load, plans, **given)
+    return forward, backward | dict.fromkeys(("weights", "reduce"), torch.zeros(len(load)))
+
+
+def run(loads, strategies, shape, hardware, gpus, interval, nvlink_domain=None, times=as_published):
+    setting = lab.Setting(
         shape=shape,
         hardware=hardware,
         num_gpus=gpus,
@@ -79,7 +93,8 @@ def run(loads, strategies, shape, hardware, gpus, interval, nvlink_domain=None):
         slots=2,
         nvlink_domain=nvlink_domain,
     )
-    return simulate(loads, strategies, setting)["strategies"]
+    with mock.patch.object(lab, "_layer_times", times):
+        return lab.simulate(loads, strategies, setting)["strategies"]
 
 
 def main() -> None:
@@ -97,6 +112,8 @@ def main() -> None:
         loads = find_loads(shape, hardware, arguments.tokens, gpus)
         # Only strategies that plan from history know the interval.
         same = run(loads, ("eplb_exact", "quota_paper", "quota"), shape, hardware, gpus, 1)
+        here = run(loads, ("quota",), shape, hardware, gpus, 1, times=LAYER_TIMES)
+        same["here"] = here["quota"]
         for interval in INTERVALS:
             of = same | run(loads, ("eplb", "lplb"), shape, hardware, gpus, interval)
             of["lplb_all"] = of["lplb"]

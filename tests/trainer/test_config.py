@@ -250,6 +250,22 @@ WRONG = {
         ["balance=none"],
         ["balance=none: a group has options in a recipe only (--config-name)"],
     ),
+    "a number for a group": (
+        ["--config-name", "quickstart", "balance=3"],
+        ["balance=3: the group balance has ideal, libra, none, quota"],
+    ),
+    "nothing for a group": (
+        ["--config-name", "quickstart", "balance="],
+        ["balance=: the group balance has ideal, libra, none, quota"],
+    ),
+    "what cannot be taken away": (
+        ["--config-name", "quickstart", "~steps", "~model.topk", "~balance"],
+        [
+            "~steps: steps cannot be taken away; give it another value, steps=...",
+            "~model.topk: model.topk cannot be taken away",
+            "~balance: balance cannot be taken away; the group balance has ideal, libra, none",
+        ],
+    ),
     "several values": (
         ["balance.slots=1,2"],
         ["balance.slots=1,2: a run has one value of each setting; -m makes a run for each value"],
@@ -387,6 +403,12 @@ def test_wrong_options_are_one_line(
     assert exit_info.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"megatron-ext train: error: {rule}")
+
+
+def test_an_entry_of_a_mapping_can_be_taken_away() -> None:
+    assert load_config([], None, "quickstart").megatron == {"moe_router_pre_softmax": True}
+    taken = load_config(["~megatron.moe_router_pre_softmax"], None, "quickstart")
+    assert taken.megatron == {}
 
 
 def test_a_script_without_ranks(data: Path, tmp_path: Path) -> None:

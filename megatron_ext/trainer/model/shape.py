@@ -107,8 +107,13 @@ class ModelShape:
     @property
     def moe_dense_params(self) -> int:
         """Weights of a MoE layer that every rank has: attention, router, shared expert."""
-        shared = self._ffn_params(self.shared_expert_hidden_size)
-        return self.attention_params + self.hidden_size * self.num_experts + shared
+        router = self.hidden_size * self.num_experts
+        return self.attention_params + router + self.shared_expert_params
+
+    @property
+    def shared_expert_params(self) -> int:
+        """Weights of a MoE layer's shared expert."""
+        return self._ffn_params(self.shared_expert_hidden_size)
 
     @property
     def dense_layer_params(self) -> int:
