@@ -11,7 +11,6 @@ Legend: N local tokens, R ranks of the EP group, M mains and S slots per rank.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -61,32 +60,27 @@ def expert_buffers(dispatcher: Any) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in buffers if buffer is not None}
 
 
-def set_up_for_all(set_up: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Let NCCL EP's set-up, which Megatron calls before a dispatch, refuse other layers' experts.
+class SetUpForAll:
+    """Lets NCCL EP's set-up, which Megatron calls before a dispatch, refuse other layers' experts.
 
     NCCL EP is set up once in a process, by the first dispatch of any layer, and Megatron ignores
     what later layers ask for. Tokens of a layer with another number of physical experts would go to
     wrong ranks.
-
-    Args:
-        set_up: Method of Megatron's manager of NCCL EP.
     """
-    num_experts: int | str = "an unknown number of"  # before balancing was installed
 
-    @functools.wraps(set_up)
-    def set_up_alike(manager: Any) -> None:
-        nonlocal num_experts
+    _num_experts: int | str = "an unknown number of"  # before balancing was installed
+
+    def __call__(self, set_up: Callable[[Any], None], manager: Any) -> None:
+        """Set up, by the method of Megatron's manager, or refuse."""
         if not fused_a2a.te_ep._BOOTSTRAPPED:
-            num_experts = manager.num_experts
-        if manager.num_experts != num_experts:
+            self._num_experts = manager.num_experts
+        if manager.num_experts != self._num_experts:
             raise ValueError(
-                f"NCCL EP is set up for {num_experts} experts in this process, and a MoE layer has "
-                f"{manager.num_experts} (each rank's slots count): balance all MoE layers, with "
-                "equal balance.slots, or set --moe-flex-dispatcher-backend deepep"
+                f"NCCL EP is set up for {self._num_experts} experts in this process, and a MoE "
+                f"layer has {manager.num_experts} (each rank's slots count): balance all MoE "
+                "layers, with equal balance.slots, or set --moe-flex-dispatcher-backend deepep"
             )
         set_up(manager)
-
-    return set_up_alike
 
 
 def release_graph(dispatcher: Any) -> None:
