@@ -20,33 +20,26 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from megatron_ext.balance.forward import Forward
-from megatron_ext.balance.layout import ExpertLayout
 
 
-def physical_dispatcher(
-    dispatcher_class: type,
-    dispatcher: Any,
-    layout: ExpertLayout,
-    config: Any,
-    ep_rank: int,
-    pg_collection: Any,
-) -> Any:
-    """Return a dispatcher for routing maps [N, P], of the given class.
+def physical_dispatcher(layer: Any, pg_collection: Any) -> Any:
+    """Return a dispatcher for routing maps [N, P], of the layer's `dispatcher_class`.
 
-    `dispatcher` is the one for logical experts that Megatron's layer has made of `config`.
+    The layer still has the one for logical experts that Megatron's constructor has made.
     """
-    per_rank = layout.physical_per_rank
-    local_experts = list(range(ep_rank * per_rank, (ep_rank + 1) * per_rank))
+    logical, per_rank = layer.token_dispatcher, layer.layout.physical_per_rank
+    first = layer.ep_group.rank() * per_rank
+    local_experts = list(range(first, first + per_rank))
     # A shallow copy keeps every other setting; __post_init__ must not run again on a finished
     # config.
-    physical_config = copy.copy(config)
-    physical_config.num_moe_experts = layout.num_physical
-    physical_config.cuda_graph_impl = "none"  # The dispatcher is in no graph: partial_graphs.py.
-    physical: Any = dispatcher_class(
-        per_rank, local_experts, config=physical_config, pg_collection=pg_collection
+    config = copy.copy(layer.config)
+    config.num_moe_experts = layer.layout.num_physical
+    config.cuda_graph_impl = "none"  # The dispatcher is in no graph: partial_graphs.py.
+    physical: Any = layer.dispatcher_class(logical)(
+        per_rank, local_experts, config=config, pg_collection=pg_collection
     )
-    if dispatcher.shared_experts is not None:
-        physical.set_shared_experts(dispatcher.shared_experts)
+    if logical.shared_experts is not None:
+        physical.set_shared_experts(logical.shared_experts)
     return physical
 
 
@@ -135,19 +128,15 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """Set the numbers of tokens that this rank sends to each rank, and gets from each rank.
 
-        Args:
-            routing_map: Choices of physical experts, bool [N, R * (M + S)].
-
-        Returns:
-            Tokens for each of this rank's experts, int64 [M + S].
+        Takes the choices of physical experts, bool [N, R * (M + S)]. Returns the tokens for each of
+        this rank's experts, int64 [M + S].
         """
         forward = self.forward_under_way
         arriving = forward.shares.arriving if forward is not None else None
         # A router drops tokens before the plan is made; padding adds tokens after the plan.
         adds = self.drop_and_pad or self.config.moe_router_padding_for_quantization
         if forward is None or arriving is None or adds or self.ep_size == 1:
-            counted: Tensor = super().preprocess(routing_map)
-            return counted
+            return super().preprocess(routing_map)
         forward.send_seal()
         leaving = forward.shares.split
         if self.config.moe_expert_capacity_factor is None:
