@@ -24,7 +24,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -43,11 +43,8 @@ FACTORIES = (
 )
 
 _TENSOR_FACTORIES = (
-    *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"),
+    *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros", "to"),
 )
-
-_ABSENT = object()
-"""Stands for an attribute that its owner did not have itself (`torch.Tensor.to` is inherited)."""
 
 _GLOO: Any = dist.ProcessGroupGloo  # Its stubs name other options than it has.
 
@@ -84,7 +81,7 @@ class CpuPlatform:
     def __init__(self) -> None:
         keep_freed_memory()
         gloo_peers.watch()  # First: it stays when this is undone.
-        self._saved: list[tuple[Any, str, Any]] = []
+        self._undo = ExitStack()
         self._patch_torch()
         self._patch_megatron()
 
@@ -97,17 +94,15 @@ class CpuPlatform:
     def undo(self) -> None:
         """Put back every replaced attribute. Harmless when called twice."""
         global _enabled
-        while self._saved:
-            owner, name, value = self._saved.pop()
-            if value is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+        self._undo.close()
         if _enabled is self:
             _enabled = None
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
-        self._saved.append((owner, name, vars(owner).get(name, _ABSENT)))
+        if name in vars(owner):
+            self._undo.callback(setattr, owner, name, vars(owner)[name])
+        else:  # The owner inherits it, as `torch.Tensor.to`.
+            self._undo.callback(delattr, owner, name)
         setattr(owner, name, value)
 
     def _patch_torch(self) -> None:
@@ -117,7 +112,7 @@ class CpuPlatform:
         for name in FACTORIES:
             self._replace(torch, name, _on_cpu(getattr(torch, name)))
         # Module.to and Module.cuda go through `to` and `cuda` of tensors.
-        for name in (*_TENSOR_FACTORIES, "to"):
+        for name in _TENSOR_FACTORIES:
             self._replace(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
         self._replace(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)
         self._replace(torch.Tensor, "type", _cuda_type_names(torch.Tensor.type))

@@ -450,9 +450,9 @@ def _refusals() -> list[str]:
 
 
 def _used_with(rule: Any, used_with: Sequence[str]) -> Sequence[str]:
-    from megatron_ext.mcore.limits import PlainDemand
+    from megatron_ext.mcore.limits import quantization_of
 
-    return ("fp8", "fp4") if isinstance(rule, PlainDemand) else used_with
+    return ("fp8", "fp4") if rule.only_with is quantization_of else used_with
 
 
 def main() -> None:

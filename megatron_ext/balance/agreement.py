@@ -70,20 +70,11 @@ class Agreement:
         num_experts = self._gathered.shape[1] - 1
         return self._gathered[:, :num_experts], marks
 
-    def share(
-        self,
-        counts: Tensor,
-        load: Tensor,
-        plan: BalancePlan,
-        layer: int,
-    ) -> Shares:
+    def share(self, counts: Tensor, load: Tensor, plan: BalancePlan, layer: int) -> Shares:
         """Return this rank's shares of a plan; compare the last seals, and seal the plan.
 
-        Args:
-            counts: The counts from `gather_counts`, int64 [R * T, E].
-            load: `load_of` these counts, int64 [R, E].
-            plan: The plan of this load, on the same device.
-            layer: The layer's number, for messages.
+        The counts are those of `gather_counts`, the load is `load_of` them, and the plan is of this
+        load. Messages name the layer.
 
         Raises:
             RuntimeError: Ranks had different loads or plans in the layer before. On a GPU a call

@@ -45,7 +45,4 @@ def lower_bound(load: Tensor, layout: ExpertLayout) -> Tensor:
     8
     """
     load_library()
-    bound: Tensor = torch.ops.megatron_ext.lower_bound(
-        load.cpu(), layout.slots, layout.nvlink_domain
-    )
-    return bound
+    return torch.ops.megatron_ext.lower_bound(load.cpu(), layout.slots, layout.nvlink_domain)

@@ -84,12 +84,8 @@ class LayerCosts:
 
         Each part takes as long as on its slowest rank: weights on the busiest sender, tokens on the
         rank that sends or receives most, experts on the busiest rank. A token that stays on its
-        rank is not sent.
-
-        Args:
-            load: Assignments, int64 [..., R, E].
-            plan: One for each load.
-            sends: Experts that each rank sends, int64 [..., R]: `rank_sends`, or less with relays.
+        rank is not sent. Loads are int64 [..., R, E], with a plan for each; the experts that each
+        rank sends, int64 [..., R], are `rank_sends`, or fewer with relays.
 
         Source: UltraEP, Eq. 5, 4 and 3.
         """

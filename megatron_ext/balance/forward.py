@@ -67,10 +67,6 @@ NO_SLOTS: list[Any] = [()]
 """Slot weights, by segment, of a layer without slots."""
 
 
-_THREADS_LET_GO_S = 1.0
-"""Far longer than a thread needs to leave a finished collective, also on a loaded machine."""
-
-
 class OnBackward(torch.autograd.Function):
     """Passes tensors on, and calls `call` in backward: (call, passed, *inputs) -> passed.
 
@@ -112,86 +108,6 @@ class Moves:
 
     pushes: int = 0
     """Times that weights were pushed: forward, backward, and a recomputed forward."""
-
-
-@dataclass(frozen=True, eq=False)
-class VirtualLayer:
-    """One microbatch in flight of one MoE layer: its name in messages, and its memory.
-
-    Made by `VirtualLayers`, and lent to one forward at a time. The next forward overwrites the
-    memory.
-    """
-
-    virtual_layer_id: int
-    """Number of the pair (MoE layer of this rank, microbatch in flight)."""
-    maps: RoutingMaps
-    """The microbatch's dense maps over physical experts."""
-
-
-class VirtualLayers:
-    """The virtual layers of one MoE layer: as many as the pipeline schedule has in flight.
-
-    At most `limit` forwards may wait for their backward; any number if it is None. `make` makes a
-    virtual layer with an id of its own.
-    """
-
-    def __init__(self, limit: int | None, make: Callable[[], VirtualLayer]) -> None:
-        self._limit = limit
-        self._make = make
-        self._num_made = 0
-        self._num_lent = 0
-        self._free: list[VirtualLayer] = []
-        self._borrowers: weakref.WeakSet[Forward] = weakref.WeakSet()
-
-    @property
-    def num_in_flight(self) -> int:
-        """Forwards whose backward is still to come."""
-        return self._num_made - len(self._free)
-
-    def lend(self, forward: Forward) -> VirtualLayer:
-        """Give a forward a virtual layer, until its reduction starts or its graph is dropped.
-
-        Raises:
-            RuntimeError: As many forwards as the limit allows wait for their backward: the same on
-                all ranks, because a dropped graph never counts.
-        """
-        if not self._free and self._num_made == self._limit:
-            self._end_dropped()
-        if not self._free:
-            if self._num_made == self._limit:
-                waiting = sorted(f.microbatch_idx for f in self._borrowers if not f.is_released)
-                raise RuntimeError(
-                    f"layer {forward.layer_number}: balance.max_in_flight ({self._limit}) must be "
-                    f"{self._limit + 1} or more: microbatches {waiting} wait for their backward "
-                    f"when the forward of microbatch {self._num_lent} begins"
-                )
-            self._free.append(self._make())
-            self._num_made += 1
-        # The lowest, so that a schedule that repeats itself finds the same memory again.
-        virtual_layer = min(self._free, key=lambda each: each.virtual_layer_id)
-        self._free.remove(virtual_layer)
-        forward.microbatch_idx = self._num_lent
-        forward.virtual_layer = virtual_layer
-        forward.give_back = weakref.finalize(forward, self._free.append, virtual_layer)
-        self._num_lent += 1
-        self._borrowers.add(forward)
-        return virtual_layer
-
-    def _end_dropped(self) -> None:
-        """Let graphs that the program has dropped give back their virtual layers.
-
-        A graph in a cycle of references waits for the garbage collector. A thread of the process
-        group may hold another for a moment, with the tensor that it has moved.
-        """
-        gc.collect()
-        deadline = time.monotonic() + _THREADS_LET_GO_S
-        while not self._free and time.monotonic() < deadline:
-            time.sleep(0.001)
-
-    def forget_step(self) -> None:
-        """End all forwards in flight: no backward will come any more."""
-        for forward in list(self._borrowers):
-            forward.release_plan()
 
 
 @dataclass(eq=False)
@@ -388,11 +304,9 @@ class Forward:
 
     def hide_slots(self) -> AbstractContextManager[None]:
         """Hide the slots' weights from hooks on saved tensors."""
-        return (
-            kept_in_place(self.buffers.weight_buffers)
-            if self.buffers is not None
-            else nullcontext()
-        )
+        if self.buffers is None:
+            return nullcontext()
+        return kept_in_place(self.buffers.weight_buffers)
 
     def before_experts_backward(self, output: Tensor) -> Tensor:
         """Return the experts' output; its backward first waits for the forward's replicas.
@@ -659,6 +573,90 @@ def _is_executed(leaf: Any) -> bool:
 def _edge(like: Tensor) -> Tensor:
     """Return a tensor without elements that needs a gradient, so that its users get a backward."""
     return like.new_empty(0).requires_grad_(torch.is_grad_enabled())
+
+
+_THREADS_LET_GO_S = 1.0
+"""Far longer than a thread needs to leave a finished collective, also on a loaded machine."""
+
+
+@dataclass(frozen=True, eq=False)
+class VirtualLayer:
+    """One microbatch in flight of one MoE layer: its name in messages, and its memory.
+
+    Made by `VirtualLayers`, and lent to one forward at a time. The next forward overwrites the
+    memory.
+    """
+
+    virtual_layer_id: int
+    """Number of the pair (MoE layer of this rank, microbatch in flight)."""
+    maps: RoutingMaps
+    """The microbatch's dense maps over physical experts."""
+
+
+class VirtualLayers:
+    """The virtual layers of one MoE layer: as many as the pipeline schedule has in flight.
+
+    At most `limit` forwards may wait for their backward; any number if it is None. `make` makes a
+    virtual layer with an id of its own.
+    """
+
+    def __init__(self, limit: int | None, make: Callable[[], VirtualLayer]) -> None:
+        self._limit = limit
+        self._make = make
+        self._num_made = 0
+        self._num_lent = 0
+        self._free: list[VirtualLayer] = []
+        self._borrowers: weakref.WeakSet[Forward] = weakref.WeakSet()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Forwards whose backward is still to come."""
+        return self._num_made - len(self._free)
+
+    def lend(self, forward: Forward) -> VirtualLayer:
+        """Give a forward a virtual layer, until its reduction starts or its graph is dropped.
+
+        Raises:
+            RuntimeError: As many forwards as the limit allows wait for their backward: the same on
+                all ranks, because a dropped graph never counts.
+        """
+        if not self._free and self._num_made == self._limit:
+            self._end_dropped()
+        if not self._free:
+            if self._num_made == self._limit:
+                waiting = sorted(f.microbatch_idx for f in self._borrowers if not f.is_released)
+                raise RuntimeError(
+                    f"layer {forward.layer_number}: balance.max_in_flight ({self._limit}) must be "
+                    f"{self._limit + 1} or more: microbatches {waiting} wait for their backward "
+                    f"when the forward of microbatch {self._num_lent} begins"
+                )
+            self._free.append(self._make())
+            self._num_made += 1
+        # The lowest, so that a schedule that repeats itself finds the same memory again.
+        virtual_layer = min(self._free, key=lambda each: each.virtual_layer_id)
+        self._free.remove(virtual_layer)
+        forward.microbatch_idx = self._num_lent
+        forward.virtual_layer = virtual_layer
+        forward.give_back = weakref.finalize(forward, self._free.append, virtual_layer)
+        self._num_lent += 1
+        self._borrowers.add(forward)
+        return virtual_layer
+
+    def _end_dropped(self) -> None:
+        """Let graphs that the program has dropped give back their virtual layers.
+
+        A graph in a cycle of references waits for the garbage collector. A thread of the process
+        group may hold another for a moment, with the tensor that it has moved.
+        """
+        gc.collect()
+        deadline = time.monotonic() + _THREADS_LET_GO_S
+        while not self._free and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def forget_step(self) -> None:
+        """End all forwards in flight: no backward will come any more."""
+        for forward in list(self._borrowers):
+            forward.release_plan()
 
 
 @contextmanager

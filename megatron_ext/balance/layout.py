@@ -25,13 +25,10 @@ class ExpertLayout:
 
     num_experts: int = field(metadata=limits(least=1))
     """Logical experts (E)."""
-
     ep_size: int = field(metadata=limits(least=1))
     """Ranks of the EP group (R)."""
-
     slots: int = field(metadata=limits(least=0))
     """Replicas a rank can hold at a time (S)."""
-
     nvlink_domain: int = field(metadata=limits(least=1))
     """Ranks per NVLink domain; `ep_size` for one domain. Replicas stay in their home's domain."""
 

@@ -51,14 +51,13 @@ def gather_counts(
         routing_map_NE: The router's choices, bool [N, E]; N may differ between ranks and be 0.
         group: The ranks that plan alike: the EP group, or R * T ranks, those of an expert-TP group
             side by side. One rank alone sends nothing.
-        tail: One more number of this rank, int64 [1], on the device of `routing_map_NE`.
+        tail: One more number of this rank, int64 [1], for a further column.
         rows: Gathers one row per rank of `group` through peer memory; None for a collective.
         label: Names the gather in errors of `rows`.
 
     Returns:
-        Each rank's assignments to each logical expert, int64 [R * T, E]; with `tail` the ranks'
-        numbers are a further column, [R * T, E + 1]. And the marks of this rank's tokens, by which
-        `assign` of reroute.py chooses instances.
+        Each rank's assignments to each logical expert, int64 [R * T, E] or, with `tail`, [R * T,
+        E + 1]; and the marks of this rank's tokens, by which `assign` chooses instances.
     """
     load_library()
     counts, marks = torch.ops.megatron_ext.count_load(routing_map_NE, tail)

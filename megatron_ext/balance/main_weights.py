@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,34 +87,6 @@ def everywhere(_: Tensor) -> bool:
     return True
 
 
-class SegmentMains(Protocol):
-    """The weights of one segment of the mains, in one of the forms."""
-
-    def parameters(self) -> list[Tensor]:
-        """Return the parameters in a fixed order."""
-
-    def rows(self, *, columnwise: bool) -> list[list[Tensor]]:
-        """Return part p of main m as `rows()[p][m]`, without gradient; see `MainWeights.rows`."""
-
-    def weights(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return slot weights as autograd outputs: see `MainWeights.slot_weights`."""
-
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return a tensor of slots, [S, *shape], slot by slot or stacked, as `weights` are."""
-
-    def take(self, values: Iterator[Any], num_slots: int) -> Any:
-        """Take one of `values` for each of `views`, from the front; slot s indexes the result."""
-
-    def main_grads(self) -> list[Tensor | None]:
-        """Return the `main_grad` [*shape] of each main, or None."""
-
-    def totals(self, dtype: torch.dtype, *, in_place: InPlace) -> list[Tensor]:
-        """Return what the gradients of main m's replicas are added to, [*shape]; see `Totals`."""
-
-    def hand_over(self, totals: list[Tensor], *, in_place: InPlace) -> list[Tensor | None]:
-        """Return the totals that autograd adds, by parameter; see `MainWeights.hand_over`."""
-
-
 @dataclass(frozen=True)
 class SeparateMains:
     """A parameter [*shape] for each of the M mains. An unused slot costs no gradient."""
@@ -123,31 +95,31 @@ class SeparateMains:
     fused: bool
 
     def parameters(self) -> list[Tensor]:
-        """Return the mains' parameters."""
+        """Return the parameters in a fixed order."""
         return self.mains
 
     def rows(self, *, columnwise: bool) -> list[list[Tensor]]:
-        """Return the values of the mains."""
+        """Return part p of main m as `rows()[p][m]`, without gradient; see `MainWeights.rows`."""
         return [[main.detach() for main in self.mains]]
 
     def weights(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return a tensor for each slot."""
+        """Return slot weights as autograd outputs: see `MainWeights.slot_weights`."""
         return self.views(parts[0])
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return a tensor for each slot."""
+        """Return a tensor of slots, [S, *shape], slot by slot or stacked, as `weights` are."""
         return list(buffer.unbind())
 
     def take(self, values: Iterator[Any], num_slots: int) -> list[Any]:
-        """Take a value for each slot."""
+        """Take one of `values` for each of `views`, from the front; slot s indexes the result."""
         return [next(values) for _ in range(num_slots)]
 
     def main_grads(self) -> list[Tensor | None]:
-        """Return the `main_grad` of each main, or None."""
+        """Return the `main_grad` [*shape] of each main, or None."""
         return [_main_grad(main) for main in self.mains]
 
     def totals(self, dtype: torch.dtype, *, in_place: InPlace) -> list[Tensor]:
-        """Return a tensor for each main."""
+        """Return what the gradients of main m's replicas are added to, [*shape]; see `Totals`."""
         taken = (_takes_sums(main, self.fused, in_place) for main in self.mains)
         return [
             torch.zeros(main.shape, dtype=dtype, device=main.device) if total is None else total
@@ -155,7 +127,10 @@ class SeparateMains:
         ]
 
     def hand_over(self, totals: list[Tensor], *, in_place: InPlace) -> list[Tensor | None]:
-        """Zero for a main without replicas."""
+        """Return the totals that autograd adds, by parameter; see `MainWeights.hand_over`.
+
+        A main without replicas gets zeros.
+        """
         return [
             total.to(main.dtype)
             if main.requires_grad and _takes_sums(main, self.fused, in_place) is None
@@ -166,7 +141,10 @@ class SeparateMains:
 
 @dataclass(frozen=True)
 class _StackedMains:
-    """One parameter [M, *shape] for all mains, and a tensor of the memory with its values."""
+    """One parameter [M, *shape] for all mains, and a tensor of the memory with its values.
+
+    Its methods are those of `SeparateMains`.
+    """
 
     mains: Tensor
     values: Tensor
@@ -276,8 +254,7 @@ def _fsdp_grad_dtype(main: Any) -> torch.dtype:
     # Megatron-Core before 0.19 sends gradients in the dtype that they are kept in.
     policy = getattr(getattr(main, "_megatron_fsdp_model", None), "mp_policy", None)
     sent = getattr(policy, "grad_comm_dtype", None) if buffer.is_data_distributed else None
-    dtype: torch.dtype = sent or buffer.dtype
-    return dtype
+    return sent or buffer.dtype
 
 
 def _rounds(main_grad: Tensor) -> bool:
@@ -300,7 +277,7 @@ Held = Tensor | list[Tensor] | Split | SeparateMains
 """How a module holds the weights of one segment; see `MainWeights`."""
 
 
-def _segment_mains(held: Held, fused: bool) -> SegmentMains:
+def _segment_mains(held: Held, fused: bool) -> SeparateMains | _StackedMains:
     if isinstance(held, SeparateMains):
         return held
     if isinstance(held, Split):
@@ -401,10 +378,8 @@ class MainWeights:
         addition to an empty `main_grad` rounds nothing away, and the copies, in the dtype of
         `main_grad`, are added with the second.
 
-        Args:
-            experts_in_slots: Of the microbatch whose backward begins, int32 [R, S]. Only mains with
-                replicas there are touched; the host does not know them.
-            ep_rank: This rank.
+        Only mains with replicas in the slots, int32 [R, S], of the microbatch whose backward begins
+        are touched; the host does not know them.
         """
         return [
             None

@@ -14,10 +14,9 @@ from megatron_ext.balance.plan import BalancePlan
 
 
 def imbalance(rank_loads: Tensor) -> float:
-    """Return the busiest rank's assignments / mean: 1.0 is perfect. Without assignments: 1.0.
+    """Return the busiest rank's assignments / mean, of rank loads int64 [R]: 1.0 is perfect.
 
-    Args:
-        rank_loads: Assignments each rank computes, int64 [R].
+    It is 1.0 without assignments, too.
 
     >>> imbalance(torch.tensor([13, 3])), imbalance(torch.tensor([0, 0]))
     (1.625, 1.0)
@@ -37,12 +36,9 @@ def imbalances(rank_loads: Tensor) -> Tensor:
 
 
 def load_imbalance_rates(rank_loads: Tensor) -> Tensor:
-    """Return the busiest rank's assignments / median over the ranks, for loads int64 [..., R].
+    """Return the busiest rank's assignments / median, float64 [...], of rank loads [..., R].
 
-    A median below one assignment counts as one.
-
-    Returns:
-        Float64 [...]; 1.0 without assignments.
+    A median below one assignment counts as one. Without assignments the rate is 1.0.
 
     Source: Sem-MoE, section 4.6 (load-imbalance rate of Figure 5b).
 
@@ -137,13 +133,9 @@ def remote_assignments(load: Tensor, plan: BalancePlan) -> Tensor:
 def replica_use(placed: Tensor, plan: BalancePlan) -> dict[str, Tensor]:
     """Count the replicas, placed before the load was known, that the load's plan uses.
 
-    Args:
-        placed: Logical expert in each slot, or -1: int32 [..., R, S].
-        plan: Plan of the load. A placed replica that the plan uses stays in its slot.
-
-    Returns:
-        Int64 [...] each: `hit_replicas`, placed and used; `topped_up_replicas`, used and not
-        placed; `wasted_replicas`, placed and not used.
+    `placed` is the logical expert in each slot, or -1: int32 [..., R, S]. A placed replica that the
+    plan uses stays in its slot. Counts are int64 [...]: `hit_replicas` were placed and are used,
+    `topped_up_replicas` used and not placed, `wasted_replicas` placed and not used.
 
     >>> from megatron_ext.balance.layout import ExpertLayout
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=2, nvlink_domain=2)

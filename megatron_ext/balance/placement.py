@@ -24,10 +24,8 @@ class Placement:
 
     layers: tuple[int, ...]
     """Number of each layer, counted from 1 as in Megatron; 0 alone for a file without numbers."""
-
     experts_in_slots: Tensor
     """Logical expert in each slot, or -1: int32 [L, R, S]."""
-
     expert_load: Tensor
     """Assignments of each expert in the placement's trace: int64 [L, E]."""
 
@@ -50,18 +48,16 @@ class Placement:
             raise ValueError(
                 f"the placement needs {needed} slots in layer {layer}, there are {layout.slots}"
             )
-        for rank, expert in (
-            (rank, int(e)) for rank, row in enumerate(held) for e in row if e >= 0
-        ):
-            home = layout.home_rank(expert)
-            if layout.domain(rank) != layout.domain(home):
-                raise ValueError(
-                    f"the placement has a replica of expert {expert} on rank {rank}, outside the "
-                    f"NVLink domain of its home rank {home}"
-                )
         experts_in_slots = torch.full((ranks, layout.slots), -1, dtype=torch.int32)
         for rank, row in enumerate(held):
             kept = row[row >= 0]
+            for expert in kept.tolist():
+                home = layout.home_rank(expert)
+                if layout.domain(rank) != layout.domain(home):
+                    raise ValueError(
+                        f"the placement has a replica of expert {expert} on rank {rank}, outside "
+                        f"the NVLink domain of its home rank {home}"
+                    )
             experts_in_slots[rank, : len(kept)] = kept
         return experts_in_slots
 

@@ -32,10 +32,8 @@ class BalancePlan:
 
     layout: ExpertLayout
     """The numbers of ranks, experts and slots."""
-
     quota: Tensor
     """Assignments of expert e computed on rank t, mains included: int64 [E, R]."""
-
     experts_in_slots: Tensor
     """Logical expert in each slot of each rank, or -1: int32 [R, S]."""
 
@@ -177,8 +175,7 @@ def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None)
     Source: UltraEP, Algorithm 1 (SolveReroute); differs from it in how residuals meet.
     """
     load_library()
-    split: Tensor = torch.ops.megatron_ext.split_quota(load, plan.quota, source_rank)
-    return split
+    return torch.ops.megatron_ext.split_quota(load, plan.quota, source_rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,18 +184,14 @@ class Shares:
 
     split: Tensor
     """Assignments of this rank that the instance of expert e on rank t takes: int64 [E, R]."""
-
     physical_index: Tensor
     """`plan.physical_index()`: int64 [E, R]."""
-
     lines: Tensor | None = None
     """Split and index in the form of the GPU's kernels; if None, reroute makes the lines."""
-
     arriving: Tensor | None = None
     """Assignments of each source rank that this rank's mains, then its slots, take: int64
     [R, M + S]. None where the plan does not determine them: with expert tensor parallelism, and in
     a recomputed forward."""
-
     arrivals: Tensor | None = None
     """Sums of `arriving`, int64 [R + (M + S)]: assignments that come from each rank, and that each
     of this rank's mains, then slots, takes."""
@@ -252,10 +245,8 @@ def share_plan(rank: int, counts: Tensor, plan: BalancePlan) -> Shares:
     that returns. Rows of the split sum to the rank's counts; the splits of an expert-TP group sum
     to the EP rank's split.
 
-    Args:
-        rank: The rank among the R * T that plan alike.
-        counts: Assignments of each of these, int64 [R * T, E], those of a group side by side.
-        plan: The plan for their load.
+    The rank is one of the R * T that plan alike. Each of these has a row of counts, int64
+    [R * T, E], those of a group side by side; the plan is for their load.
 
     >>> from megatron_ext.balance.solve import solve
     >>> counts = torch.tensor([[4, 1, 0, 0], [2, 0, 1, 0], [4, 1, 0, 1], [0, 1, 1, 0]])

@@ -107,11 +107,6 @@ class LayerPlanner:
         """See `HoldsCounts`."""
         self._placed, self._expert_load, self._num_observed, self._previous_load = mark
 
-    @property
-    def predicts(self) -> bool:
-        """Whether it places replicas by a prediction of the load to come."""
-        return isinstance(self._planner, FromPrediction)
-
     def expect(self, predicted: Tensor | None) -> Tensor:
         """Place the replicas of a load that is only predicted; the history stays as it is.
 
@@ -171,7 +166,7 @@ class LayerPlanner:
 
         Without `predicted`, the last load that was planned in order is the prediction.
         """
-        if not self.predicts:
+        if not isinstance(self._planner, FromPrediction):
             return None
         return self.expect(self._previous_load if predicted is None else predicted)
 

@@ -63,19 +63,16 @@ def with_own_values(reports: Sequence[LayerReport]) -> list[LayerReport]:
 
     The next replay writes into the tensors that the captured forwards have reported.
     """
-    loads = copies([report.load for report in reports])
-    after = copies([report.rank_loads_after for report in reports])
-    in_slots = copies([report.experts_in_slots for report in reports])
+    names = "load", "rank_loads_after", "experts_in_slots"
+    columns = [copies([getattr(report, name) for report in reports]) for name in names]
     rows = iter(copies([one.rows_over for one in reports if one.rows_over is not None]))
     return [
         replace(
             report,
-            load=load,
-            rank_loads_after=rank_loads,
-            experts_in_slots=experts,
+            **dict(zip(names, own, strict=True)),
             rows_over=None if report.rows_over is None else next(rows),
         )
-        for report, load, rank_loads, experts in zip(reports, loads, after, in_slots, strict=True)
+        for report, *own in zip(reports, *columns, strict=True)
     ]
 
 

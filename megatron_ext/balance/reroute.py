@@ -42,7 +42,6 @@ class Assignment:
 
     logical: Tensor
     """The tokens' experts, rising, then -1: int32 [N, K]."""
-
     physical: Tensor
     """The instances that take them, then -1: int32 [N, K]."""
 

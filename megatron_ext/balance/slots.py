@@ -150,15 +150,10 @@ class SlotBuffers:
     ) -> Materializing:
         """Start materializing replicas in this rank's slots; every EP rank calls.
 
-        The slots may be read after `wait()`, and the mains must not change before.
-
-        Args:
-            transfers: The replicas. For a plan on a GPU the host does not wait for it.
-            mains: This rank's mains.
-            label: Names the forward in errors.
-            owner: The forward that uses the replicas, if a backward follows. None if no backward
-                follows, as in evaluation; such a push is not timed.
-            columnwise: Whether a backward reads the replicas, and not a forward.
+        The slots may be read after `wait()`, and the mains must not change before. For a plan on a
+        GPU the host does not wait. The owner is the forward that uses the replicas, if a backward
+        follows; else, as in evaluation, the push is not timed. `columnwise` says that a backward
+        reads the replicas, and not a forward. The label names the forward in errors.
         """
         self._resident, self._resident_columnwise = None, columnwise
         self.num_pushes += 1

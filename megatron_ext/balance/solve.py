@@ -94,11 +94,7 @@ def idle_slots(
 ) -> str | None:
     """Return a message if a rank has more slots than replicas to hold; else None.
 
-    Args:
-        slots: Slots of a rank (S).
-        num_experts: Logical experts (E).
-        ep_size: Ranks of the EP group (R).
-        nvlink_domain: Ranks per NVLink domain; one domain if None.
+    Without `nvlink_domain`, all ranks are one domain.
 
     >>> idle_slots(29, num_experts=32, ep_size=8, nvlink_domain=None)
     'slots (29) beyond 28 stay empty: a rank has no more experts to borrow'

@@ -106,16 +106,10 @@ def replay(
     *,
     on_load: Callable[[int], object] = lambda count: None,
 ) -> dict[str, Measured]:
-    """Plan all loads with each strategy.
+    """Plan all loads, in the order of time, with each strategy; return their measures.
 
-    Args:
-        loads: Loads in the order of time. Each layer has a history of its own.
-        strategies: Planners of `megatron_ext.balance.strategies`; `quota:time` for the fastest.
-        asked: What planners are asked for; costs only count for objective `time`.
-        on_load: Called with 1 after every plan.
-
-    Returns:
-        The measures of every strategy, in their order.
+    Strategies are names of planners; `quota:time` is the fastest, and only for it costs count. Each
+    layer has a history of its own. `on_load` is called with 1 after every plan.
 
     Raises:
         ValueError: A strategy is there twice or makes no plans, or a setting is out of range.

@@ -194,10 +194,7 @@ def timed_sends(plan: BalancePlan, hardware: Hardware) -> Tensor:
 
 
 def even_load(load: Tensor) -> Tensor:
-    """Deal every rank's assignments to the experts in turn, as strategy `ideal` does.
-
-    Args:
-        load: int64 [..., R, E].
+    """Deal every rank's assignments, int64 [..., R, E], in turn, as strategy `ideal` does.
 
     >>> even_load(torch.tensor([[6, 1, 1, 1], [4, 3, 1, 1]])).tolist()
     [[3, 2, 2, 2], [2, 3, 2, 2]]
@@ -268,12 +265,8 @@ def simulate(
 ) -> dict[str, Any]:
     """Return the numbers of each strategy, for JSON; `none` and `ideal` are always among them.
 
-    Args:
-        loads: Loads in the order of time; a microbatch's loads stand for all its layers.
-        strategies: Planners of `megatron_ext.balance.strategies`; `quota:time` for the fastest;
-            or `ideal`.
-        setting: Model, machine, and what the planners are asked for.
-        on_load: Called with 1 after every plan.
+    Strategies are named as in `replay`. Loads are in the order of time, and a microbatch's loads
+    stand for all its layers. `on_load` is called with 1 after every plan.
 
     Raises:
         ValueError: A strategy is there twice or makes no plans, or sizes do not fit each other.

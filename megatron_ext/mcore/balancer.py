@@ -138,12 +138,7 @@ class LayerBalancer:
     def prepare_planner(self, mains: MainWeights, load: Tensor, probs_dtype: torch.dtype) -> None:
         """Make the planner before the first plan, and measure the costs that are set to `auto`.
 
-        All EP ranks call, with the same load.
-
-        Args:
-            mains: This rank's main weights.
-            load: Of the microbatch that is to be planned: int64 [R, E].
-            probs_dtype: Dtype of the router's probabilities.
+        All EP ranks call, with the load [R, E] that is to be planned.
         """
         if self.has_planner:
             return

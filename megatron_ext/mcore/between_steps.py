@@ -33,13 +33,10 @@ def reset_after_abort(model: Iterable[nn.Module]) -> None:
     """Make the balanced layers ready for the next step after a step that ended with an error.
 
     An error may leave the ranks of an EP group at different points of a step, with plans in flight
-    and replicas half moved. Every rank of the group calls this once it has left the step, before
-    the next step. Megatron's own collectives must have ended, or a rank still waits in one. After
-    this call a `main_grad` may hold a part of the step, or be emptied: the caller calls
+    and replicas half moved. Every rank of the group calls this with its chunks of the model, once
+    it has left the step. Megatron's own collectives must have ended, or a rank still waits in one.
+    After this call a `main_grad` may hold a part of the step, or be emptied: the caller calls
     `zero_grad_buffer` and repeats the whole step.
-
-    Args:
-        model: The model's chunks on this rank.
     """
     model = list(model)
     failures.forget()

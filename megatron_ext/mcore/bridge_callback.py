@@ -15,9 +15,7 @@ class BridgeCallback:
 
     The metrics go to W&B and TensorBoard where Bridge's `config.logger` names these, beside
     Bridge's own. It counts unbalanced layers as well, so that an unbalanced run can be compared.
-
-    Args:
-        run_dir: Where rank 0 writes the steps, for `megatron-ext report`; None for nowhere.
+    Rank 0 writes the steps to `run_dir`, if it is given, for `megatron-ext report`.
     """
 
     def __init__(self, run_dir: str | Path | None = None) -> None:

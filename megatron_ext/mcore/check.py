@@ -29,8 +29,8 @@ def check(config: Any, balance: BalanceConfig, spec: Any = None) -> None:
     """
     problems = validate_for_balancing(config, balance)
     if spec is not None:
-        found = [quantization_problem(config, kind) for kind in modules_of(spec) & {*EXPERT_KINDS}]
-        problems += [problem for problem in found if problem is not None]
+        kinds = modules_of(spec) & {*EXPERT_KINDS}
+        problems += filter(None, (quantization_problem(config, kind) for kind in kinds))
         try:
             with_balanced_layers(spec, balance)
         except (ValueError, FileNotFoundError) as error:

@@ -11,7 +11,6 @@ Legend: N local tokens, R ranks of the EP group, M mains and S slots per rank.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,33 +20,26 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from megatron_ext.balance.forward import Forward
-from megatron_ext.balance.layout import ExpertLayout
 
 
-def physical_dispatcher(
-    dispatcher_class: type,
-    dispatcher: Any,
-    layout: ExpertLayout,
-    config: Any,
-    ep_rank: int,
-    pg_collection: Any,
-) -> Any:
-    """Return a dispatcher for routing maps [N, P], of the given class.
+def physical_dispatcher(layer: Any, pg_collection: Any) -> Any:
+    """Return a dispatcher for routing maps [N, P], of the layer's `dispatcher_class`.
 
-    `dispatcher` is the one for logical experts that Megatron's layer has made of `config`.
+    The layer still has the one for logical experts that Megatron's constructor has made.
     """
-    per_rank = layout.physical_per_rank
-    local_experts = list(range(ep_rank * per_rank, (ep_rank + 1) * per_rank))
+    logical, per_rank = layer.token_dispatcher, layer.layout.physical_per_rank
+    first = layer.ep_group.rank() * per_rank
+    local_experts = list(range(first, first + per_rank))
     # A shallow copy keeps every other setting; __post_init__ must not run again on a finished
     # config.
-    physical_config = copy.copy(config)
-    physical_config.num_moe_experts = layout.num_physical
-    physical_config.cuda_graph_impl = "none"  # The dispatcher is in no graph: partial_graphs.py.
-    physical: Any = dispatcher_class(
-        per_rank, local_experts, config=physical_config, pg_collection=pg_collection
+    config = copy.copy(layer.config)
+    config.num_moe_experts = layer.layout.num_physical
+    config.cuda_graph_impl = "none"  # The dispatcher is in no graph: partial_graphs.py.
+    physical: Any = layer.dispatcher_class(logical)(
+        per_rank, local_experts, config=config, pg_collection=pg_collection
     )
-    if dispatcher.shared_experts is not None:
-        physical.set_shared_experts(dispatcher.shared_experts)
+    if logical.shared_experts is not None:
+        physical.set_shared_experts(logical.shared_experts)
     return physical
 
 
@@ -61,32 +53,27 @@ def expert_buffers(dispatcher: Any) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in buffers if buffer is not None}
 
 
-def set_up_for_all(set_up: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Let NCCL EP's set-up, which Megatron calls before a dispatch, refuse other layers' experts.
+class SetUpForAll:
+    """Lets NCCL EP's set-up, which Megatron calls before a dispatch, refuse other layers' experts.
 
     NCCL EP is set up once in a process, by the first dispatch of any layer, and Megatron ignores
     what later layers ask for. Tokens of a layer with another number of physical experts would go to
     wrong ranks.
-
-    Args:
-        set_up: Method of Megatron's manager of NCCL EP.
     """
-    num_experts: int | str = "an unknown number of"  # before balancing was installed
 
-    @functools.wraps(set_up)
-    def set_up_alike(manager: Any) -> None:
-        nonlocal num_experts
+    _num_experts: int | str = "an unknown number of"  # before balancing was installed
+
+    def __call__(self, set_up: Callable[[Any], None], manager: Any) -> None:
+        """Set up, by the method of Megatron's manager, or refuse."""
         if not fused_a2a.te_ep._BOOTSTRAPPED:
-            num_experts = manager.num_experts
-        if manager.num_experts != num_experts:
+            self._num_experts = manager.num_experts
+        if manager.num_experts != self._num_experts:
             raise ValueError(
-                f"NCCL EP is set up for {num_experts} experts in this process, and a MoE layer has "
-                f"{manager.num_experts} (each rank's slots count): balance all MoE layers, with "
-                "equal balance.slots, or set --moe-flex-dispatcher-backend deepep"
+                f"NCCL EP is set up for {self._num_experts} experts in this process, and a MoE "
+                f"layer has {manager.num_experts} (each rank's slots count): balance all MoE "
+                "layers, with equal balance.slots, or set --moe-flex-dispatcher-backend deepep"
             )
         set_up(manager)
-
-    return set_up_alike
 
 
 def release_graph(dispatcher: Any) -> None:
@@ -141,19 +128,15 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """Set the numbers of tokens that this rank sends to each rank, and gets from each rank.
 
-        Args:
-            routing_map: Choices of physical experts, bool [N, R * (M + S)].
-
-        Returns:
-            Tokens for each of this rank's experts, int64 [M + S].
+        Takes the choices of physical experts, bool [N, R * (M + S)]. Returns the tokens for each of
+        this rank's experts, int64 [M + S].
         """
         forward = self.forward_under_way
         arriving = forward.shares.arriving if forward is not None else None
         # A router drops tokens before the plan is made; padding adds tokens after the plan.
         adds = self.drop_and_pad or self.config.moe_router_padding_for_quantization
         if forward is None or arriving is None or adds or self.ep_size == 1:
-            counted: Tensor = super().preprocess(routing_map)
-            return counted
+            return super().preprocess(routing_map)
         forward.send_seal()
         leaving = forward.shares.split
         if self.config.moe_expert_capacity_factor is None:

@@ -38,31 +38,21 @@ class ExpertWeights(Protocol):
         """Drop what an aborted step has left for delayed weight gradients."""
 
     def run_delayed(self, compute: Callable[[], None], num_slots: int) -> list[Any]:
-        """Compute the delayed weight gradients of one backward, mains and slots.
+        """Compute the delayed weight gradients of one backward, by Megatron's `backward_dw`.
 
-        Args:
-            compute: Megatron's `backward_dw` of the layer.
-            num_slots: Slots that the forward had.
-
-        Returns:
-            By segment, the gradients of all slots; None if fused products have added them.
+        Returns the gradients of all slots by segment; None if fused products have added them.
         """
 
     def run(
-        self,
-        slot_weights: Sequence[Any],
-        tokens: Tensor,
-        tokens_per_expert: Tensor,
-        probs: Tensor,
-        **buffers: Tensor,
+        self, slots: Sequence[Any], tokens: Tensor, counts: Tensor, probs: Tensor, **buffers: Tensor
     ) -> Tensor:
         """Run the mains and the S >= 1 slots.
 
         Args:
-            slot_weights: One entry a segment, stacked [S, *shape] or a list of S tensors, like the
-                mains. The products get these very tensors, which may have a `main_grad`.
+            slots: Their weights, an entry a segment, stacked [S, *shape] or a list of S tensors,
+                like the mains. The products get these very tensors, which may have a `main_grad`.
             tokens: [N', H], sorted by this rank's physical experts.
-            tokens_per_expert: [M + S], on the host or the device.
+            counts: Tokens of each of these experts, [M + S], on the host or the device.
             probs: Router probabilities of the tokens, [N'].
             buffers: Memory of the dispatcher that the experts write to; see `expert_buffers`.
 
@@ -138,16 +128,16 @@ def quantization_problem(config: Any, experts_class: type[nn.Module]) -> str | N
 def run_experts(
     experts: nn.Module,
     weights: ExpertWeights,
-    slot_weights: Sequence[Any],
+    slots: Sequence[Any],
     tokens: Tensor,
-    tokens_per_expert: Tensor,
+    counts: Tensor,
     probs: Tensor,
     **buffers: Tensor,
 ) -> Tensor:
     """Run `ExpertWeights.run` on the `weights` of `experts`; without slots, Megatron's module."""
-    if len(slot_weights[0]) > 0:
-        return weights.run(slot_weights, tokens, tokens_per_expert, probs, **buffers)
-    return run_mains(experts, tokens, tokens_per_expert, probs, **buffers)
+    if len(slots[0]) > 0:
+        return weights.run(slots, tokens, counts, probs, **buffers)
+    return run_mains(experts, tokens, counts, probs, **buffers)
 
 
 def finish_parameter_gather(module: nn.Module) -> None:

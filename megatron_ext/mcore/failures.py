@@ -29,12 +29,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, FullyShardedDataParallel
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from megatron_ext.balance.agreement import Agreement, agreements_in_use
 from megatron_ext.balance.slots import transports_in_use
-from megatron_ext.transport import Transport
+from megatron_ext.transport import HostCopy, Transport
 from megatron_ext.transport.reach import gather
 
 logger = logging.getLogger(__name__)
@@ -43,10 +43,8 @@ logger = logging.getLogger(__name__)
 class _Count(NamedTuple):
     """Failures of all ranks, until the host has looked."""
 
-    number: Tensor
-    """int32 [1] in memory of the host."""
-    arrived: torch.cuda.Event | None
-    """The arrival of the number on the host; None on CPU ranks, where the number is there."""
+    number: HostCopy
+    """Of the failures, int32 [1]."""
     groups: list[ProcessGroup]
     """Groups that together connect all ranks of the model, one after the other."""
 
@@ -58,11 +56,8 @@ _counts: list[_Count] = []
 def count_and_look(model: Iterable[nn.Module]) -> None:
     """Count, and look at once: before a checkpoint, and behind a replay.
 
-    All ranks of the model call.
-
-    Args:
-        model: The model's chunks on this rank, in Megatron's DistributedDataParallel or
-            FullyShardedDataParallel. Others are left out.
+    All ranks of the model call. Chunks in neither of Megatron's data-parallel wrappers are left
+    out.
 
     Raises:
         RuntimeError: As `look`.
@@ -89,11 +84,8 @@ def look() -> None:
     """
     counts = _counts[:]
     _counts.clear()
-    for count in counts:
-        if count.arrived is not None:
-            count.arrived.synchronize()
     # Each model by itself, because some of its ranks may be in no other model.
-    failed = [count.groups for count in counts if int(count.number)]
+    failed = [count.groups for count in counts if int(count.number.wait())]
     if failed:
         _raise_on_all([group for groups in failed for group in groups])
 
@@ -108,14 +100,9 @@ def start_count(ddp: Any) -> None:
     groups = _groups(ddp)
     for group in groups:
         dist.all_reduce(number, group=group)
-    arrived = None
-    if number.is_cuda:
-        number = torch.empty_like(number, device="cpu", pin_memory=True).copy_(
-            number, non_blocking=True
-        )
-        arrived = torch.cuda.Event()
-        arrived.record()
-    _counts.append(_Count(number, arrived, groups))
+    on_host = HostCopy((1,), number.dtype, device)
+    on_host.start(number)
+    _counts.append(_Count(on_host, groups))
 
 
 def _in_use() -> list[Transport | Agreement]:

@@ -21,15 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each group's rows by its weights.
+    """Multiply rows [N', K], sorted by group, by the weights [G, K, F] of their groups.
 
-    Args:
-        rows: [N', K], sorted by group.
-        weights: [G, K, F].
-        ends: Index behind each group's last row, int32 [G], on the device of `rows`.
-
-    Returns:
-        [N', F]. In backward, the weights of a group without rows get zeros.
+    `ends` has the index behind each group's last row, int32 [G], on the device of the rows. In
+    backward, the weights of a group without rows get zeros.
     """
     if len(rows) == 0 or rows.is_meta:
         # Without values a product of this size keeps the same tensors for backward; PyTorch's

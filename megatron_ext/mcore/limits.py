@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -184,6 +185,9 @@ class Demand(NamedTuple):
     flag: str = ""
     """The cure on the command line of Megatron's programs; by default, to leave out the flag that
     has the field's name."""
+    only_with: Callable[[Any], str | None] | None = None
+    """Returns the setting of a model with which the rule holds, or None if the model has not set
+    it. By default the rule holds always."""
 
     @property
     def way_out(self) -> str:
@@ -195,6 +199,10 @@ class Demand(NamedTuple):
         value = getattr(config, self.field, None)
         if value in (*self.allowed, None, False):
             return None
+        if self.only_with is not None:
+            if (setting := self.only_with(config)) is None:
+                return None
+            with_setting = setting
         allowed = " or ".join(map(repr, self.allowed))
         return (
             f"{self.field} ({value!r}) must be {allowed} with {with_setting}: {self.reason} "
@@ -205,15 +213,6 @@ class Demand(NamedTuple):
 def broken(rules: tuple[Demand, ...], config: Any, with_setting: str) -> list[str]:
     """Return the problems of all rules that `config` breaks."""
     return [problem for rule in rules if (problem := rule.problem(config, with_setting))]
-
-
-class DelayDemand(Demand):
-    """The rule for delayed weight gradients: they must be fused."""
-
-    def problem(self, config: Any, with_setting: str) -> str | None:
-        """Return the problem with delayed gradients in `config`, or None."""
-        problem = Demand.problem(self, config, "gradient_accumulation_fusion (False)")
-        return None if problem is None or config.gradient_accumulation_fusion else problem
 
 
 class QuantizationDemand(Demand):
@@ -279,26 +278,19 @@ def _engine_problems(config: Any) -> list[str]:
     ]
 
 
-class PlainDemand(Demand):
-    """A rule for quantized models only."""
-
-    def problem(self, config: Any, with_setting: str) -> str | None:
-        """Return the problem with the field in a quantized model of `config`, or None."""
-        setting = quantization_of(config)
-        return None if setting is None else Demand.problem(self, config, setting)
+def _unfused(config: Any) -> str | None:
+    fused = config.gradient_accumulation_fusion
+    return None if fused else "gradient_accumulation_fusion (False)"
 
 
-class ShardsDemand(Demand):
-    """The rule for sharded expert weights: what they must not meet."""
-
-    def problem(self, config: Any, with_setting: str) -> str | None:
-        """Return the problem with shards in `config`, or None."""
-        met = [name for name in (*DELAYS, *_NOT_BESIDE_SHARDS) if getattr(config, name, None)]
-        met += filter(None, [quantization_of(config)])
-        granularity = getattr(config, "recompute_granularity", None)
-        if granularity == "full" or (granularity and "moe" in (config.recompute_modules or ())):
-            met.append("recomputed experts")
-        return Demand.problem(self, config, " and ".join(met)) if met else None
+def _beside_shards(config: Any) -> str | None:
+    """Return what is set that sharded expert weights must not meet, or None."""
+    met = [name for name in (*DELAYS, *_NOT_BESIDE_SHARDS) if getattr(config, name, None)]
+    met += filter(None, [quantization_of(config)])
+    granularity = getattr(config, "recompute_granularity", None)
+    if granularity == "full" or (granularity and "moe" in (config.recompute_modules or ())):
+        met.append("recomputed experts")
+    return " and ".join(met) or None
 
 
 _FORMATS = {
@@ -343,11 +335,12 @@ _GRAPHS = GraphDemand(
 DELAYS = "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"
 
 _DELAYED = tuple(
-    DelayDemand(
+    Demand(
         field,
         (False,),
         "without fusion Megatron itself takes memory that nothing has set for gradients",
         "leave out --no-gradient-accumulation-fusion",
+        only_with=_unfused,
     )
     for field in DELAYS
 )
@@ -367,13 +360,14 @@ MUST_BE = (
         "GroupedMLP cannot compute replicas, and TEGroupedMLP can",
     ),
     Demand("moe_single_grouped_bias", (False,), "each expert needs its own bias to have replicas"),
-    ShardsDemand(
+    Demand(
         "expert_gtp_weight_remat_size",
         (1,),
         "replicas beside shards were never run with the op fuser, biases, quantization or delayed "
         "weight gradients; with recomputed experts, or two microbatches at a time, Megatron itself "
         "may read another layer's weights",
         SHARDS_FLAG,
+        only_with=_beside_shards,
     ),
     *_DELAYED,
     QuantizationDemand(
@@ -388,10 +382,11 @@ MUST_BE = (
         "a replica has no factory of quantizers",
         "set --fp4-recipe nvfp4",
     ),
-    PlainDemand(
+    Demand(
         "moe_single_grouped_weight",
         (False,),
         "its packed form of quantized weights was never run with replicas",
+        only_with=quantization_of,
     ),
     Demand(
         "transformer_impl",

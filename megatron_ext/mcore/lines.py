@@ -30,9 +30,6 @@ class BalanceLines:
     """Logs the layers that are made from one spec: a line at first, then one every so often.
 
     The host waits for the device only when it writes a line.
-
-    Args:
-        every: Microbatches between two lines, at least 1.
     """
 
     def __init__(self, every: int) -> None:

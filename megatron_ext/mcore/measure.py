@@ -193,13 +193,8 @@ def slowest_s(
 ) -> float:
     """Return the seconds of `work`, which all ranks begin together, on the slowest of them.
 
-    Args:
-        work: What this rank does. Work on a GPU counts until it is done.
-        group: The ranks, which all call; by default all ranks of the world.
-        device: Where the work is done, and where tensors must be for the group's collectives.
-
-    Returns:
-        The same value on all ranks, bit by bit.
+    All ranks of the group, by default of the world, call, and get the same value bit by bit. The
+    work is done on the device, where it counts until it is done.
     """
     dist.barrier(group)
     _wait_for(device)

@@ -7,11 +7,9 @@ prediction and of hybrid stacks.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from megatron_ext.config import BalanceConfig
@@ -31,35 +29,11 @@ MODELS = (
 def balance_models(balance: BalanceConfig, attend: Callable[[Any], None]) -> None:
     """Let all models that this process builds from now on have balanced MoE layers.
 
-    Building a model with experts raises what `check` raises if something excludes balancing. Dense
-    models stay as they are.
-
-    Args:
-        balance: The settings of balancing.
-        attend: Is called with each balanced layer of a model that was built.
+    Building a model with experts raises what `check` raises if something excludes balancing, and
+    then calls `attend` with each balanced layer. Dense models stay as they are.
     """
-    # `balance_spec` does the same, but a pipeline stage without MoE layers never calls it.
-    process_hooks.install()
-    classes = {
-        getattr(importlib.import_module(home), name)
-        for home, name in MODELS
-        if importlib.util.find_spec(home.rpartition(".")[0]) is not None
-    }
-    for model_class in classes:
-        # A subclass calls the constructor of its base: in 0.19, MambaModel is a HybridModel.
-        if classes.isdisjoint(model_class.__mro__[1:]):
-            process_hooks.replace(
-                model_class, "__init__", partial(_balancing, balance=balance, attend=attend)
-            )
 
-
-def _balancing(
-    build: Callable[..., None], balance: BalanceConfig, attend: Callable[[Any], None]
-) -> Callable[..., None]:
-    """The constructor of a model, with the specs among its arguments balanced."""
-
-    @functools.wraps(build)
-    def build_balanced(*args: Any, **kwargs: Any) -> None:
+    def build_balanced(build: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(build).bind(*args, **kwargs)
         config = given.arguments["config"]
         if config.num_moe_experts:
@@ -73,4 +47,14 @@ def _balancing(
             if isinstance(layer, ObservedMoELayer):
                 attend(layer)
 
-    return build_balanced
+    # `balance_spec` does the same, but a pipeline stage without MoE layers never calls it.
+    process_hooks.install()
+    classes = {
+        getattr(importlib.import_module(home), name)
+        for home, name in MODELS
+        if importlib.util.find_spec(home.rpartition(".")[0]) is not None
+    }
+    for model_class in classes:
+        # A subclass calls the constructor of its base: in 0.19, MambaModel is a HybridModel.
+        if classes.isdisjoint(model_class.__mro__[1:]):
+            process_hooks.replace(model_class, "__init__", build_balanced)

@@ -28,7 +28,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +43,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_ext.balance.beside import beside, rejoin
+from megatron_ext.balance.beside import rejoin
 from megatron_ext.balance.forward import Forward
 from megatron_ext.balance.layer_report import LayerReport
 from megatron_ext.balance.load import load_of
@@ -125,13 +124,7 @@ class BalancedMoELayer(SharedExpertsLater):
         require_valid(config, balance)
         if pg_collection is None:
             pg_collection = get_default_pg_collection()
-        super().__init__(
-            config,
-            submodules=submodules,
-            layer_number=layer_number,
-            pg_collection=pg_collection,
-            **kwargs,
-        )
+        super().__init__(config, submodules, layer_number, pg_collection, **kwargs)
         self.planning_group = planning_group(self)
         """The ranks that plan alike: the EP group or, with expert tensor parallelism, the EP groups
         of all shards together."""
@@ -148,25 +141,8 @@ class BalancedMoELayer(SharedExpertsLater):
         self.transport = balance.transport
         """Name of the transport of replicas, chosen where the setting is `auto`."""
         if self.layout.slots > 0:
-            # The experts' device in training; the program may not have moved them there yet.
-            here = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-            self.transport, domain_ranks = agree_on_transport(
-                balance.transport,
-                balance.domain_ranks,
-                self.ep_group,
-                torch.device(here),
-                self.planning_group,
-            )
-            require_valid(config, dataclasses.replace(balance, transport=self.transport))
-            self.layout = dataclasses.replace(self.layout, nvlink_domain=domain_ranks)
-        self.token_dispatcher = physical_dispatcher(
-            self.dispatcher_class(self.token_dispatcher),
-            self.token_dispatcher,
-            self.layout,
-            config,
-            self.ep_group.rank(),
-            pg_collection,
-        )
+            self._choose_transport()
+        self.token_dispatcher = physical_dispatcher(self, pg_collection)
         self.expert_weights = expert_weights(self.experts)
         self.first_layer_of_chunk: int | None = None
         """Layers before the first layer of this chunk; see `set_chunk`."""
@@ -178,106 +154,20 @@ class BalancedMoELayer(SharedExpertsLater):
         # Forwards in backward, whose delayed weight gradients are to come.
         self._delayed: list[Forward] = []
 
-    @property
-    def is_for_mtp(self) -> bool:
-        """Whether this is a layer of multi-token prediction."""
-        return self.layer_number > self.config.num_layers
-
-    def set_layer_number(self, layer_number: int) -> None:
-        """Take the number in the model: layers of multi-token prediction follow the decoder's."""
-        super().set_layer_number(layer_number)
-        # Later versions of Megatron count these from 1; the router knows that by itself.
-        if getattr(self, "is_mtp_layer", False):
-            self.layer_number = layer_number + self.config.num_layers
-
-    def set_chunk(self, first_layer: int) -> None:
-        """Named point: take the number of layers before this chunk; called in the layers' order."""
-        self.first_layer_of_chunk = first_layer
-
-    @property
-    def is_overlapped(self) -> bool:
-        """Whether Megatron's combined schedule runs two microbatches at a time.
-
-        It runs a forward and another's backward piece by piece, each piece with a backward of its
-        own, and without the transformer layer's `forward`.
-        """
-        return bool(self.config.overlap_moe_expert_parallel_comm)
-
-    @property
-    def has_delayed_gradients(self) -> bool:
-        """Whether the experts' weight gradients come after their backward, by `backward_dw`."""
-        return bool(self.config.delay_wgrad_compute or self._are_beside_dispatch)
-
-    @property
-    def is_in_pieces(self) -> bool:
-        """See `Forward.is_in_pieces`."""
-        return self.is_overlapped or self.has_delayed_gradients
-
-    @property
-    def _are_beside_dispatch(self) -> bool:
-        """Whether delayed gradients are computed beside the dispatch's backward."""
-        # Megatron-Core before 0.17 has no such overlap.
-        return bool(getattr(self.config, "overlap_dispatch_backward_with_experts_wgrad", False))
-
-    @property
-    def is_started(self) -> bool:
-        """Whether the layer has its balancer."""
-        return hasattr(self, "balancer")
-
-    def balancer_for(self, device: torch.device) -> tuple[LayerBalancer, MainWeights]:
-        """Return the layer's balancer for an input on this device, and its weights.
-
-        A program that casts or moves the model gets a new one, without the loads seen so far; all
-        ranks that plan alike do so between the same forwards.
-        """
-        if not self.is_started:
-            self.start(device)  # It changes how quantized weights are held.
-        mains = self.expert_weights.mains()
-        if not self.balancer.fits(mains):
-            self.start(device)
-            mains = self.expert_weights.mains()
-        return self.balancer, mains
-
-    # What the layer keeps is written in training, too, which tensors of inference mode forbid.
-    @torch.inference_mode(False)
-    def start(self, device: torch.device) -> None:
-        """Make the layer's balancer, before a forward; all ranks that plan alike call.
-
-        Args:
-            device: Where the layer's input is.
-
-        Raises:
-            ValueError: The experts' weights are not whole, or not on that device.
-        """
-        if self.layout.slots > 0:
-            finish_parameter_gather(self.experts)
-            check_in_place(self.experts, device, self.layer_number)
-        example = self.expert_weights.mains().parameters()[0]
-        if is_fsdp(example):
-            from megatron_ext.mcore.fsdp import check_beside_fsdp
-
-            check_beside_fsdp(self.config, self.balance)
-        self.balancer = LayerBalancer(
-            layer_number=self.layer_number,
-            balance=self.balance,
-            placement=self._placement,
-            layout=self.layout,
-            transport=self.transport,
-            set_name=self.set_name,
-            ep_group=self.ep_group,
-            planning_group=self.planning_group,
-            experts=self.experts,
-            expert_weights=self.expert_weights,
-            width=int(self.config.moe_latent_size or self.config.hidden_size),
-            dtype=example.dtype,
-            device=example.device,
+    def _choose_transport(self) -> None:
+        """Choose the transport of replicas, and their domains; all ranks that plan alike call."""
+        asked = self.balance
+        # The experts' device in training; the program may not have moved them there yet.
+        here = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+        self.transport, domain_ranks = agree_on_transport(
+            asked.transport,
+            asked.domain_ranks,
+            self.ep_group,
+            torch.device(here),
+            self.planning_group,
         )
-
-    @property
-    def under_way(self) -> Forward:
-        """The forward under way."""
-        assert self._forward is not None, "preprocess comes first in a forward"
-        return self._forward
+        require_valid(self.config, dataclasses.replace(asked, transport=self.transport))
+        self.layout = dataclasses.replace(self.layout, nvlink_domain=domain_ranks)
 
     @classmethod
     def shared_by_layers(cls, balance: BalanceConfig) -> dict[str, Any]:
@@ -289,11 +179,6 @@ class BalancedMoELayer(SharedExpertsLater):
             placement = read_placement(Path(balance.placement))
         lines = BalanceLines(balance.lines_every) if balance.lines_every else None
         return {"placement": placement, "lines": lines}
-
-    def dispatcher_class(self, dispatcher: Any) -> type:
-        """Named point: the class over physical experts for Megatron's dispatcher."""
-        kind = type(dispatcher)
-        return PlannedDispatcher if kind is MoEAlltoAllTokenDispatcher else kind
 
     def join_reduction(self, hidden_states: Tensor) -> Tensor:
         """Make backward wait for the replica gradients at the transformer layer's input.
@@ -314,32 +199,6 @@ class BalancedMoELayer(SharedExpertsLater):
             self._edge = None if self.is_overlapped else edge
         return hidden_states
 
-    def drop_forward(self) -> None:
-        """Let go of the forward under way."""
-        self._forward = self._edge = self.token_dispatcher.forward_under_way = None
-
-    def abandon_forward(self) -> None:
-        """Let go of all that a forward has left that ended with an error."""
-        self._shared = None
-        self.drop_forward()
-
-    @property
-    def has_shared_later(self) -> bool:
-        """Whether shared experts are computed behind the push, beside plan and replicas.
-
-        With the combined schedule the push comes later, and Megatron's graphs of a part of a layer
-        hold the shared experts with the router.
-        """
-        is_in_parts = self.config.cuda_graph_impl == "transformer_engine" or isinstance(
-            self.fwd_execution_map, str
-        )
-        has_shared = self.use_shared_expert and not self.shared_expert_overlap
-        return has_shared and self.layout.slots > 0 and not self.is_overlapped and not is_in_parts
-
-    def _beside_shared(self) -> AbstractContextManager[None]:
-        """Run beside the shared experts, if they come later."""
-        return beside(self.balancer.device) if self.has_shared_later else nullcontext()
-
     def preprocess_behind_graph(
         self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -358,7 +217,7 @@ class BalancedMoELayer(SharedExpertsLater):
         forward = self._forward
         chosen = as_map(routing_map, self.layout.num_experts)
         try:
-            with self._beside_shared():
+            with self.beside_shared():
                 marks = self._plan(forward, chosen, probs.dtype)
             if not self.is_overlapped:
                 self.push(forward)
@@ -459,7 +318,7 @@ class BalancedMoELayer(SharedExpertsLater):
             forward.slot_grads = self.balancer.agree_on_slot_grads(forward.mains)
             if self.has_delayed_gradients and forward.mains.fused:
                 forward.delayed = self._delayed
-        with self._beside_shared():
+        with self.beside_shared():
             if forward.buffers is not None:
                 finish_parameter_gather(self.experts)
             forward.push(there)
@@ -505,6 +364,65 @@ class BalancedMoELayer(SharedExpertsLater):
                 for observer in self.observers:
                     observer(report)
 
+    def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Stage 5 (Megatron); with the combined schedule, stage 4 starts here.
+
+        Until then, another microbatch's replicas are in the slots, for its experts' backward.
+        """
+        if self.is_overlapped:
+            self.push(self.under_way)
+        return super().dispatch(hidden_states, probs)
+
+    def routed_experts_compute(self, hidden_states: Any, probs: Any) -> tuple[Any, None]:
+        """Named point, stage 6: wait for the replicas, and run mains and slots."""
+        if self._are_beside_dispatch:
+            hidden_states = moe_layer._RecordExpertDgradCompletion.apply(
+                self._delayed_wgrad_event, hidden_states
+            )
+        tokens, counts, probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
+        release_graph(self.token_dispatcher)
+        forward = self.under_way
+        tokens, slots = forward.materialized(tokens, self._edge)
+        output = self.run_experts(forward, slots, tokens, counts, probs)
+        return self.token_dispatcher.combine_preprocess(output), None
+
+    def run_experts(
+        self, forward: Forward, slots: list[Any], tokens: Tensor, counts: Tensor, probs: Tensor
+    ) -> Tensor:
+        """Run mains and slots, with what `forward.materialized` and the dispatcher have returned.
+
+        Their backward first restores the slots.
+        """
+        buffers = expert_buffers(self.token_dispatcher)
+        with stage(EXPERTS), forward.hide_slots():
+            output = run_experts(
+                self.experts, self.expert_weights, slots, tokens, counts, probs, **buffers
+            )
+        return forward.before_experts_backward(output)
+
+    def combine(self, output: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Stage 7: outputs back to the tokens' ranks; its backward begins with stage 4."""
+        forward = self.under_way
+        self.drop_forward()
+        del forward.shares
+        output = super().combine(output, *args, **kwargs)
+        return forward.before_combine_backward(output)
+
+    def postprocess(self, *args: Any, **kwargs: Any) -> Tensor:
+        """End the forward (Megatron), and drop the dispatcher's maps, which no backward reads."""
+        output: Tensor = super().postprocess(*args, **kwargs)
+        release_maps(self.token_dispatcher)
+        return output
+
+    def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
+        """Compute delayed weight gradients (Megatron), then start reducing those of replicas."""
+        compute = partial(super().backward_dw, routed_experts, shared_experts)
+        if not routed_experts or not self._delayed:
+            compute()
+            return
+        replica_grads = self.expert_weights.run_delayed(compute, self.layout.slots)
+        self._delayed.pop(0).reduce_delayed(replica_grads)
+
     def report(self, forward: Forward, load: Tensor, chosen: Tensor) -> LayerReport:
         """Named point: return the report of a forward with this load, int64 [R, E]."""
         weight_bytes, grad_bytes = forward.bytes_of_one
@@ -535,74 +453,125 @@ class BalancedMoELayer(SharedExpertsLater):
         """Choices of this rank's tokens, bool [N, E], if none is dropped."""
         return len(chosen) * int(self.config.moe_router_topk)
 
-    def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Stage 5 (Megatron); with the combined schedule, stage 4 starts here.
+    def balancer_for(self, device: torch.device) -> tuple[LayerBalancer, MainWeights]:
+        """Return the layer's balancer for an input on this device, and its weights.
 
-        Until then, another microbatch's replicas are in the slots, for its experts' backward.
+        A program that casts or moves the model gets a new one, without the loads seen so far; all
+        ranks that plan alike do so between the same forwards.
         """
-        if self.is_overlapped:
-            self.push(self.under_way)
-        result: tuple[Tensor, Tensor] = super().dispatch(hidden_states, probs)
-        return result
+        if not self.is_started:
+            self.start(device)  # It changes how quantized weights are held.
+        mains = self.expert_weights.mains()
+        if not self.balancer.fits(mains):
+            self.start(device)
+            mains = self.expert_weights.mains()
+        return self.balancer, mains
 
-    def routed_experts_compute(self, hidden_states: Any, probs: Any) -> tuple[Any, None]:
-        """Named point, stage 6: wait for the replicas, and run mains and slots."""
-        if self._are_beside_dispatch:
-            hidden_states = moe_layer._RecordExpertDgradCompletion.apply(
-                self._delayed_wgrad_event, hidden_states
-            )
-        tokens, counts, probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
-        release_graph(self.token_dispatcher)
-        tokens, slot_weights = self.under_way.materialized(tokens, self._edge)
-        output = self.run_experts(self.under_way, slot_weights, tokens, counts, probs)
-        return self.token_dispatcher.combine_preprocess(output), None
+    # What the layer keeps is written in training, too, which tensors of inference mode forbid.
+    @torch.inference_mode(False)
+    def start(self, device: torch.device) -> None:
+        """Make the balancer for an input on this device; all ranks that plan alike call.
 
-    def run_experts(
-        self,
-        forward: Forward,
-        slot_weights: list[Any],
-        tokens: Tensor,
-        tokens_per_expert: Tensor,
-        probs: Tensor,
-    ) -> Tensor:
-        """Run mains and slots by `ExpertWeights.run`; their backward first restores the slots.
-
-        `slot_weights` come from `forward.materialized`.
+        Raises:
+            ValueError: The experts' weights are not whole, or not on that device.
         """
-        with stage(EXPERTS), forward.hide_slots():
-            output = run_experts(
-                self.experts,
-                self.expert_weights,
-                slot_weights,
-                tokens,
-                tokens_per_expert,
-                probs,
-                **expert_buffers(self.token_dispatcher),
-            )
-        return forward.before_experts_backward(output)
+        if self.layout.slots > 0:
+            finish_parameter_gather(self.experts)
+            check_in_place(self.experts, device, self.layer_number)
+        example = self.expert_weights.mains().parameters()[0]
+        if is_fsdp(example):
+            from megatron_ext.mcore.fsdp import check_beside_fsdp
 
-    def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
-        """Compute delayed weight gradients (Megatron), then start reducing those of replicas."""
-        compute = partial(super().backward_dw, routed_experts, shared_experts)
-        if not routed_experts or not self._delayed:
-            compute()
-            return
-        replica_grads = self.expert_weights.run_delayed(compute, self.layout.slots)
-        self._delayed.pop(0).reduce_delayed(replica_grads)
+            check_beside_fsdp(self.config, self.balance)
+        self.balancer = LayerBalancer(
+            layer_number=self.layer_number,
+            balance=self.balance,
+            placement=self._placement,
+            layout=self.layout,
+            transport=self.transport,
+            set_name=self.set_name,
+            ep_group=self.ep_group,
+            planning_group=self.planning_group,
+            experts=self.experts,
+            expert_weights=self.expert_weights,
+            width=int(self.config.moe_latent_size or self.config.hidden_size),
+            dtype=example.dtype,
+            device=example.device,
+        )
 
-    def combine(self, output: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Stage 7: outputs back to the tokens' ranks; its backward begins with stage 4."""
-        forward = self.under_way
+    @property
+    def is_started(self) -> bool:
+        """Whether the layer has its balancer."""
+        return hasattr(self, "balancer")
+
+    @property
+    def under_way(self) -> Forward:
+        """The forward under way."""
+        assert self._forward is not None, "preprocess comes first in a forward"
+        return self._forward
+
+    def drop_forward(self) -> None:
+        """Let go of the forward under way."""
+        self._forward = self._edge = self.token_dispatcher.forward_under_way = None
+
+    def abandon_forward(self) -> None:
+        """Let go of all that a forward has left that ended with an error."""
+        self._shared = None
         self.drop_forward()
-        del forward.shares
-        output = super().combine(output, *args, **kwargs)
-        return forward.before_combine_backward(output)
 
-    def postprocess(self, *args: Any, **kwargs: Any) -> Tensor:
-        """End the forward (Megatron), and drop the dispatcher's maps, which no backward reads."""
-        output: Tensor = super().postprocess(*args, **kwargs)
-        release_maps(self.token_dispatcher)
-        return output
+    def forget_step(self) -> None:
+        """Drop what an aborted step left in this layer."""
+        self.abandon_forward()
+        self._delayed.clear()
+        self.expert_weights.forget_step()
+        if self.is_started:
+            self.balancer.forget_step()
+
+    @property
+    def is_for_mtp(self) -> bool:
+        """Whether this is a layer of multi-token prediction."""
+        return self.layer_number > self.config.num_layers
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Take the number in the model: layers of multi-token prediction follow the decoder's."""
+        super().set_layer_number(layer_number)
+        # Later versions of Megatron count these from 1; the router knows that by itself.
+        if getattr(self, "is_mtp_layer", False):
+            self.layer_number = layer_number + self.config.num_layers
+
+    def set_chunk(self, first_layer: int) -> None:
+        """Named point: take the number of layers before this chunk; called in the layers' order."""
+        self.first_layer_of_chunk = first_layer
+
+    def dispatcher_class(self, dispatcher: Any) -> type:
+        """Named point: the class over physical experts for Megatron's dispatcher."""
+        kind = type(dispatcher)
+        return PlannedDispatcher if kind is MoEAlltoAllTokenDispatcher else kind
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether Megatron's combined schedule runs two microbatches at a time.
+
+        It runs a forward and another's backward piece by piece, each piece with a backward of its
+        own, and without the transformer layer's `forward`.
+        """
+        return bool(self.config.overlap_moe_expert_parallel_comm)
+
+    @property
+    def has_delayed_gradients(self) -> bool:
+        """Whether the experts' weight gradients come after their backward, by `backward_dw`."""
+        return bool(self.config.delay_wgrad_compute or self._are_beside_dispatch)
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """See `Forward.is_in_pieces`."""
+        return self.is_overlapped or self.has_delayed_gradients
+
+    @property
+    def _are_beside_dispatch(self) -> bool:
+        """Whether delayed gradients are computed beside the dispatch's backward."""
+        # Megatron-Core before 0.17 has no such overlap.
+        return bool(getattr(self.config, "overlap_dispatch_backward_with_experts_wgrad", False))
 
     def _check_padding(self) -> None:
         """Check that the setting of padding has not changed since the layer was made.
@@ -615,14 +584,6 @@ class BalancedMoELayer(SharedExpertsLater):
                 f"{self._is_padded}, as it was when the layer was made: balanced layers cannot "
                 "decode with moe_pad_experts_for_cuda_graph_inference (leave it out)"
             )
-
-    def forget_step(self) -> None:
-        """Drop what an aborted step left in this layer."""
-        self.abandon_forward()
-        self._delayed.clear()
-        self.expert_weights.forget_step()
-        if self.is_started:
-            self.balancer.forget_step()
 
 
 class PassingTransformerLayer(TransformerLayer):

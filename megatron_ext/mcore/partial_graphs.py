@@ -66,15 +66,13 @@ class GraphsEndBeforePlan(MoELayer):
         self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Preprocess the router's choices as Megatron does."""
-        result: tuple[Tensor, Tensor] = super().preprocess(hidden_states, probs, routing_map)
-        return result
+        return super().preprocess(hidden_states, probs, routing_map)
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Stage 5 (Megatron), behind the preprocessing that Megatron's own graph has left out."""
         if self.fwd_execution_map == "expert_compute":
             hidden_states, probs = self.preprocess(hidden_states, probs, None)
-        result: tuple[Tensor, Tensor] = super().dispatch(hidden_states, probs)
-        return result
+        return super().dispatch(hidden_states, probs)
 
     def _is_captured_by_te(self) -> bool:
         """Whether Transformer Engine captures the layer, or runs it to warm up for that."""

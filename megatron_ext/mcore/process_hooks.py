@@ -39,7 +39,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megatron_ext.balance import held_back, reruns
 from megatron_ext.balance.ranges import show_in_nvtx
 from megatron_ext.mcore import failures
-from megatron_ext.mcore.dispatcher import set_up_for_all
+from megatron_ext.mcore.dispatcher import SetUpForAll
 from megatron_ext.mcore.stages import ObservedMoELayer
 
 _undo: ExitStack | None = None
@@ -58,18 +58,18 @@ def install() -> None:
     _undo = ExitStack()
     try:
         for of_chunk in (DistributedDataParallel, MegatronFSDP):
-            replace(of_chunk, "finish_grad_sync", _counting)
-            replace(of_chunk, "zero_grad_buffer", _looking)
-        replace(_ParamAndGradBucketGroup, "register_grad_ready", _waiting)
-        replace(FullCudaGraphWrapper, "__call__", _replaying)
+            replace(of_chunk, "finish_grad_sync", _finish_and_count)
+            replace(of_chunk, "zero_grad_buffer", _look_and_zero)
+        replace(_ParamAndGradBucketGroup, "register_grad_ready", _register_when_complete)
+        replace(FullCudaGraphWrapper, "__call__", _run_with_host)
         # Megatron-Core before 0.19 runs no step again.
         if importlib.util.find_spec("megatron.core.transformer.moe.paged_stash") is not None:
             from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 
-            replace(PagedStashRunner, "__call__", _marking)
-            replace(PagedStashRunner, "prepare_for_rerun", _taking_back)
+            replace(PagedStashRunner, "__call__", _mark_and_run)
+            replace(PagedStashRunner, "prepare_for_rerun", _take_back_and_prepare)
         if hasattr(token_dispatcher, "_NCCLEPManager"):  # since Megatron-Core 0.19
-            replace(token_dispatcher._NCCLEPManager, "_ensure_bootstrap", set_up_for_all)
+            replace(token_dispatcher._NCCLEPManager, "_ensure_bootstrap", SetUpForAll())
         _undo.callback(register_optimizer_step_pre_hook(_look_before_step).remove)
         _undo.callback(register_module_module_registration_hook(_warn_of_layers_left_out).remove)
         show_stages_in_nvtx()
@@ -78,11 +78,19 @@ def install() -> None:
         raise
 
 
-def replace(owner: type, name: str, around: Callable[[Any], Any]) -> None:
-    """Replace a class's method by `around(method)`; `install` was called before."""
+def replace(owner: type, name: str, instead: Callable[..., Any]) -> None:
+    """Let calls of a class's method call `instead`, which gets the method first.
+
+    `install` was called before.
+    """
     assert _undo is not None
     method = getattr(owner, name)
-    setattr(owner, name, around(method))
+
+    @functools.wraps(method)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return instead(method, *args, **kwargs)
+
+    setattr(owner, name, replaced)
     _undo.callback(setattr, owner, name, method)
 
 
@@ -102,63 +110,40 @@ def show_stages_in_nvtx() -> None:
     show_in_nvtx(lambda: utils._nvtx_enabled)
 
 
-def _counting(finish: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(finish)
-    def finish_and_count(ddp: Any, *args: Any, **kwargs: Any) -> None:
-        held_back.require_complete()
-        finish(ddp, *args, **kwargs)
-        if not reruns.is_capturing:  # Else it is counted behind each replay.
-            failures.start_count(ddp)
-
-    return finish_and_count
+def _finish_and_count(finish: Callable[..., None], ddp: Any, *args: Any, **kwargs: Any) -> None:
+    held_back.require_complete()
+    finish(ddp, *args, **kwargs)
+    if not reruns.is_capturing:  # Else it is counted behind each replay.
+        failures.start_count(ddp)
 
 
-def _looking(zero: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(zero)
-    def look_and_zero(*args: Any, **kwargs: Any) -> None:
-        failures.look()
-        held_back.forget()
-        zero(*args, **kwargs)
-
-    return look_and_zero
+def _look_and_zero(zero: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    failures.look()
+    held_back.forget()
+    zero(*args, **kwargs)
 
 
-def _waiting(register: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(register)
-    def register_when_complete(group: Any, main: Tensor, *args: Any, **kwargs: Any) -> None:
-        call = functools.partial(register, group, main, *args, **kwargs)
-        held_back.call_when_complete(main, call)
-
-    return register_when_complete
+def _register_when_complete(
+    register: Callable[..., None], group: Any, main: Tensor, *args: Any, **kwargs: Any
+) -> None:
+    held_back.call_when_complete(main, functools.partial(register, group, main, *args, **kwargs))
 
 
-def _marking(run: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(run)
-    def mark_and_run(*args: Any, **kwargs: Any) -> Any:
-        reruns.mark()
-        return run(*args, **kwargs)
-
-    return mark_and_run
+def _mark_and_run(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    reruns.mark()
+    return run(*args, **kwargs)
 
 
-def _taking_back(prepare: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(prepare)
-    def take_back_and_prepare(*args: Any, **kwargs: Any) -> None:
-        reruns.take_back()
-        prepare(*args, **kwargs)
-
-    return take_back_and_prepare
+def _take_back_and_prepare(prepare: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    reruns.take_back()
+    prepare(*args, **kwargs)
 
 
-def _replaying(run: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(run)
-    def run_with_host(*args: Any, **kwargs: Any) -> Any:
-        # Imported here, because few programs capture whole steps.
-        from megatron_ext.mcore import full_graphs
+def _run_with_host(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Imported here, because few programs capture whole steps.
+    from megatron_ext.mcore import full_graphs
 
-        return full_graphs.run_with_host(run, *args, **kwargs)
-
-    return run_with_host
+    return full_graphs.run_with_host(run, *args, **kwargs)
 
 
 def _look_before_step(*_: Any) -> None:

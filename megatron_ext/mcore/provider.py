@@ -27,9 +27,8 @@ class ProviderSpec:
     def __call__(self, config: Any, vp_stage: int | None = None) -> Any:
         """Return the spec of a pipeline chunk, with its MoE layers balanced.
 
-        Args:
-            config: The provider, or a TransformerConfig.
-            vp_stage: Which of the rank's chunks; None if it has one.
+        The config is the provider or a TransformerConfig; `vp_stage` is which of the rank's chunks,
+        None if it has one.
         """
         spec_function = self.spec_function or _default_of(config)
         takes = inspect.signature(spec_function).parameters
@@ -78,12 +77,9 @@ def balanced_provider_spec(spec_function: Callable[..., Any] | None, balance: Ba
 
     Args:
         spec_function: May take a config, and `vp_stage`; returns a spec of a layer, a block or a
-            stack. The function must pickle where the provider is pickled. None for the function
-            that the provider takes where it has none.
+            stack. The result pickles if this function does. None for the function that the provider
+            takes where it has none.
         balance: The settings of balancing.
-
-    Returns:
-        A callable of `config` and `vp_stage`, which pickles.
 
     Raises:
         TypeError: `spec_function` is a spec already: give it to `balance_spec`.

@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
 from megatron_ext.balance.main_weights import Held, MainWeights, Part, Segment, SeparateMains
-from megatron_ext.mcore.te_experts import LINEARS, TEGroupedWeights
+from megatron_ext.mcore.te_experts import LINEARS, TEGroupedWeights, lent_to
 
 _ROW_NAMES = ("_data", "_rowwise_data", "_scale_inv", "_rowwise_scale_inv", "_amax_rowwise")
 """Attributes with what a forward reads, of all classes of quantized tensors."""
@@ -291,22 +291,17 @@ class QuantizedWeights(TEGroupedWeights):
         return [kept[key] for key in sorted(kept, key=lambda key: int(key[len("weight") :]))]
 
     def run(
-        self,
-        slot_weights: Sequence[Any],
-        tokens: Tensor,
-        tokens_per_expert: Tensor,
-        probs: Tensor,
-        **buffers: Tensor,
+        self, slots: Sequence[Any], tokens: Tensor, counts: Tensor, probs: Tensor, **buffers: Tensor
     ) -> Tensor:
         """See `TEGroupedWeights.run`; lends quantizers and paddings for slots."""
-        num_slots = len(slot_weights[0])
+        num_slots = len(slots[0])
         with ExitStack() as stack:
             for name in LINEARS:
                 linear = getattr(self._experts, name)
                 lent = self._quantizers.setdefault(name, SlotQuantizers(linear, num_slots))
                 stack.enter_context(lent.lent())
             stack.enter_context(_padding_for_slots(self._experts, num_slots))
-            return super().run(slot_weights, tokens, tokens_per_expert, probs, **buffers)
+            return super().run(slots, tokens, counts, probs, **buffers)
 
 
 class SlotQuantizers:
@@ -335,11 +330,8 @@ class SlotQuantizers:
         if [*map(id, self._of_mains)] != [*map(id, of_mains)]:
             self._of_mains = of_mains
             self._lent = {key: self._with_slots(each) for key, each in own.items()}
-        self._linear.quantizers = self._lent
-        try:
+        with lent_to(self._linear, {"quantizers": self._lent}):
             yield
-        finally:
-            self._linear.quantizers = own
 
     def _with_slots(self, of_mains: list[Any]) -> list[Any]:
         of_one = of_mains[: len(of_mains) // self._linear.num_gemms]
@@ -349,15 +341,9 @@ class SlotQuantizers:
 @contextmanager
 def _padding_for_slots(experts: Any, num_slots: int) -> Iterator[None]:
     """Let the experts pad the rows of slots, too, to what quantized products need."""
-    paddings = [
-        padding
-        for name in ("quantization_padding", "quantization_unpadding")
-        if (padding := getattr(experts, name, None)) is not None
-    ]
-    for padding in paddings:
-        padding.num_gemms += num_slots
-    try:
+    with ExitStack() as stack:
+        for name in ("quantization_padding", "quantization_unpadding"):
+            if (padding := getattr(experts, name, None)) is not None:
+                number = {"num_gemms": padding.num_gemms + num_slots}
+                stack.enter_context(lent_to(padding, number))
         yield
-    finally:
-        for padding in paddings:
-            padding.num_gemms -= num_slots

@@ -42,16 +42,11 @@ class SlotsBehindMains:
         return [None] * len(self.segments)
 
     def run(
-        self,
-        slot_weights: Sequence[Any],
-        tokens: Tensor,
-        tokens_per_expert: Tensor,
-        probs: Tensor,
-        **buffers: Tensor,
+        self, slots: Sequence[Any], tokens: Tensor, counts: Tensor, probs: Tensor, **buffers: Tensor
     ) -> Tensor:
         """See `ExpertWeights.run`."""
-        counts = tokens_per_expert.cpu()  # The mains' module reads the counts on the host, too.
-        num_mains = counts.numel() - len(slot_weights[0])
+        counts = counts.cpu()  # The mains' module reads them on the host, too.
+        num_mains = counts.numel() - len(slots[0])
         slot_counts = counts[num_mains:].tolist()
         num_slot_tokens = sum(slot_counts)
         sizes = [tokens.shape[0] - num_slot_tokens, num_slot_tokens]
@@ -60,21 +55,13 @@ class SlotsBehindMains:
         output = run_mains(self._experts, main_tokens, counts[:num_mains], main_probs, **buffers)
         if num_slot_tokens == 0:
             return output
-        return torch.cat(
-            [output, self.run_slots(slot_weights, slot_tokens, slot_counts, slot_probs)]
-        )
+        return torch.cat([output, self.run_slots(slots, slot_tokens, slot_counts, slot_probs)])
 
     def run_slots(
         self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor
     ) -> Tensor:
         """Run the slots on tokens sorted by slot, with their counts by slot."""
         raise NotImplementedError
-
-
-def _delays(module: nn.Module) -> bool:
-    """Whether a linear of Transformer Engine keeps its weight gradients for later."""
-    store: Any = getattr(module, "wgrad_store", None)
-    return store is not None and bool(store.delay_wgrad_compute())
 
 
 class SequentialWeights(SlotsBehindMains):
@@ -87,7 +74,8 @@ class SequentialWeights(SlotsBehindMains):
     def __init__(self, experts: SequentialMLP) -> None:
         super().__init__(experts)
         # Main 0's module runs the slots, too, and Megatron asks it for one run's gradients.
-        if any(_delays(module) for module in experts.modules()):
+        stores = [getattr(module, "wgrad_store", None) for module in experts.modules()]
+        if any(store is not None and store.delay_wgrad_compute() for store in stores):
             raise ValueError(
                 "delay_wgrad_compute (True) must be False with SequentialMLP of Transformer "
                 "Engine's linears (give --moe-grouped-gemm)"

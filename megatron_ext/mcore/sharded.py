@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -86,8 +85,7 @@ class Leader(Tensor):
 
     def grad_buffer(self) -> Tensor:
         """Return memory for the first main's gradient, whole."""
-        buffer: Tensor = self.slots.whole.leader.grad_buffer()
-        return buffer
+        return self.slots.whole.leader.grad_buffer()
 
     def finalize_group_grads(self, grads: list[Tensor]) -> list[Tensor | None]:
         """Keep the mains' gradients for the join; return those of slots that autograd takes."""
@@ -107,13 +105,8 @@ def leader_of(slots: LedSlots) -> Leader:
     for slot in slots:
         if hasattr(slot, "main_grad"):
             # Not a function of the slot, which would hold itself and the graph.
-            slot.grad_buffer = partial(_returned, slot.main_grad)
-    made: Leader = leader
-    return made
-
-
-def _returned(tensor: Tensor) -> Tensor:
-    return tensor
+            slot.grad_buffer = lambda grad=slot.main_grad: grad
+    return leader
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,15 +6,20 @@ beside nothing.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
 
+from megatron_ext.balance.beside import beside
 from megatron_ext.mcore.stages import ObservedMoELayer
 
 
 class SharedExpertsLater(ObservedMoELayer):
-    """An MoE layer that may compute its shared experts within `preprocess`."""
+    """An MoE layer that may compute its shared experts within `preprocess`.
+
+    A subclass has a `layout`, and in its forwards a `balancer`.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -23,16 +28,28 @@ class SharedExpertsLater(ObservedMoELayer):
 
     @property
     def has_shared_later(self) -> bool:
-        """Whether `preprocess` calls `compute_shared`."""
-        raise NotImplementedError
+        """Whether shared experts are computed behind the push, beside plan and replicas.
+
+        With the combined schedule the push comes later, and Megatron's graphs of a part of a layer
+        hold the shared experts with the router.
+        """
+        is_in_parts = self.config.cuda_graph_impl == "transformer_engine" or isinstance(
+            self.fwd_execution_map, str
+        )
+        is_overlapped = self.config.overlap_moe_expert_parallel_comm
+        has_shared = self.use_shared_expert and not self.shared_expert_overlap
+        return has_shared and self.layout.slots > 0 and not is_overlapped and not is_in_parts
+
+    def beside_shared(self) -> AbstractContextManager[None]:
+        """Run beside the shared experts, if they come later."""
+        return beside(self.balancer.device) if self.has_shared_later else nullcontext()
 
     def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
         """Compute the shared experts (Megatron), or keep their input for `compute_shared`."""
         if self.has_shared_later:
             self._shared = hidden_states.view_as(hidden_states)
             return None
-        output: Tensor | None = super().shared_experts_compute(hidden_states)
-        return output
+        return super().shared_experts_compute(hidden_states)
 
     def compute_shared(self) -> None:
         """Compute the shared experts; their backward comes where it always does.
@@ -54,5 +71,4 @@ class SharedExpertsLater(ObservedMoELayer):
         """Add the shared experts' output (Megatron)."""
         if shared_expert_output is None:
             shared_expert_output, self._shared = self._shared, None
-        result: Tensor = super().postprocess(output, shared_expert_output)
-        return result
+        return super().postprocess(output, shared_expert_output)

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -239,11 +239,8 @@ def replace_parts(
 ) -> Any:
     """Return a copy of `spec` with every wanted part changed; shared parts stay shared.
 
-    Args:
-        spec: A Megatron layer spec, block spec, or anything that holds such.
-        is_wanted: Whether a part is to be changed.
-        change: Returns the replacement of a part.
-        what: Name of the wanted part for the error; None if it need not be there.
+    The spec is one of a layer or a block, or anything that holds such. `what` names the wanted part
+    in the error; without `what` it need not be there.
 
     Raises:
         ValueError: There is no wanted part, and `what` is given.
@@ -267,7 +264,7 @@ def replace_parts(
         if isinstance(part, functools.partial):
             keywords = {name: walk(value) for name, value in part.keywords.items()}
             return functools.partial(part.func, *(walk(item) for item in part.args), **keywords)
-        if isinstance(part, (ModuleSpec, MoESubmodules)) or _is_submodules(part):
+        if isinstance(part, ModuleSpec) or _is_submodules(part):
             clone = copy.copy(part)
             for field in dataclasses.fields(part):
                 setattr(clone, field.name, walk(getattr(part, field.name)))

@@ -195,8 +195,7 @@ class _RunDir:
 def place_of_rank(num_layers: int) -> Place:
     """Return this rank's place by Megatron's groups, once they are made.
 
-    Args:
-        num_layers: Layers of the model, with those of multi-token prediction.
+    Layers of multi-token prediction are counted, too.
     """
     is_first_shard = parallel_state.get_expert_tensor_parallel_rank() == 0
     return Place(

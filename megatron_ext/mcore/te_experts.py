@@ -13,7 +13,7 @@ Legend: M mains per rank, S slots per rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -112,19 +112,20 @@ class TEGroupedWeights:
         ]
 
     def run(
-        self,
-        slot_weights: Sequence[Any],
-        tokens: Tensor,
-        tokens_per_expert: Tensor,
-        probs: Tensor,
-        **buffers: Tensor,
+        self, slots: Sequence[Any], tokens: Tensor, counts: Tensor, probs: Tensor, **buffers: Tensor
     ) -> Tensor:
         """See `ExpertWeights.run`. The host reads the counts once, as in Megatron.
 
         Raises:
             ValueError: This rank holds replicas of trained weights, and its own weights are frozen.
         """
-        for name, of_slots in zip(LINEARS, slot_weights[:: len(self._kinds)], strict=True):
+        of_linears = slots[:: len(self._kinds)]  # Without biases.
+        self._require_trained(of_linears)
+        with self._lending(slots), _led(self._experts, of_linears):
+            return run_mains(self._experts, tokens, counts, probs, **buffers)
+
+    def _require_trained(self, of_linears: Sequence[Any]) -> None:
+        for name, of_slots in zip(LINEARS, of_linears, strict=True):
             # A linear's products give all weights gradients if the first weight needs one.
             is_trained = next(getattr(self._experts, name).parameters()).requires_grad
             if of_slots[0].requires_grad and not is_trained:
@@ -133,33 +134,42 @@ class TEGroupedWeights:
                     "whose replicas would get no gradient from Transformer Engine: freeze the "
                     "linears of all experts of a layer, or leave out --moe-grouped-gemm"
                 )
+
+    def _lending(self, slots: Sequence[Any]) -> AbstractContextManager[None]:
+        """Let the experts compute with the slots, too."""
         if self._op_fuser is not None:
-            lent = self._op_fuser.lent(slot_weights, [self._read_for(name) for name in LINEARS])
-        else:
-            of_slots = iter(slot_weights)
-            lent = _lent(
-                self._experts, [{kind: next(of_slots) for kind in self._kinds} for _ in LINEARS]
-            )
-        with lent, _led(self._experts, slot_weights[:: len(self._kinds)]):
-            return run_mains(self._experts, tokens, tokens_per_expert, probs, **buffers)
+            return self._op_fuser.lent(slots, [self._read_for(name) for name in LINEARS])
+        each = iter(slots)
+        further = [{kind: next(each) for kind in self._kinds} for _ in LINEARS]
+        return _lent(self._experts, further)
+
+
+@contextmanager
+def lent_to(module: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Let a module have these attributes for the block.
+
+    They are set in `vars`, past nn.Module, which would register tensors as parameters. There they
+    hide parameters of the same names. One that stayed would keep the microbatch's graph alive.
+    """
+    own = {name: vars(module)[name] for name in attributes if name in vars(module)}
+    vars(module).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del vars(module)[name]
+        vars(module).update(own)
 
 
 @contextmanager
 def _led(experts: TEGroupedMLP, of_slots: Sequence[Any]) -> Iterator[None]:
     """Let the first weight of each linear lead slots, too, if this rank has shards of its mains."""
-    leaders = {
-        name: leader_of(slots)
-        for name, slots in zip(LINEARS, of_slots, strict=True)
-        if isinstance(slots, LedSlots)
-    }
-    for name, leader in leaders.items():
-        # Set in `vars`, past nn.Module, it hides the parameter.
-        vars(getattr(experts, name))["weight0"] = leader
-    try:
+    with ExitStack() as stack:
+        for name, slots in zip(LINEARS, of_slots, strict=True):
+            if isinstance(slots, LedSlots):
+                linear = getattr(experts, name)
+                stack.enter_context(lent_to(linear, {"weight0": leader_of(slots)}))
         yield
-    finally:
-        for name in leaders:
-            del vars(getattr(experts, name))["weight0"]
 
 
 def _is_single(linear: Any) -> bool:
@@ -230,7 +240,7 @@ def _lent(experts: TEGroupedMLP, further: Further) -> Iterator[None]:
     """Add the slots' weights, and biases if there are any, to the linears of `experts`."""
     with ExitStack() as stack:
         for name, of_linear in zip(LINEARS, further, strict=True):
-            stack.enter_context(_lent_to(getattr(experts, name), of_linear))
+            stack.enter_context(_with_slots(getattr(experts, name), of_linear))
         yield
 
 
@@ -268,19 +278,13 @@ class _OpFuser:
             ):
                 # A linear without biases has weights only: all are trained, or none.
                 trained = next(linear.parameters()).requires_grad
-                stack.enter_context(self._lent_to(index, tensors, len(for_mains), trained))
+                stack.enter_context(self._replacing(index, tensors, len(for_mains), trained))
             stack.enter_context(_in_place(self._operations, [*chain(*lent)]))
             yield
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
+    def in_use(self) -> AbstractContextManager[None]:
         """Let the experts' module have these operations in the place of its own."""
-        experts = self._experts
-        before, experts._fused_ops = experts._fused_ops, (self._operations,)
-        try:
-            yield
-        finally:
-            experts._fused_ops = before
+        return lent_to(self._experts, {"_fused_ops": (self._operations,)})
 
     def _make(self, slot_weights: Sequence[Sequence[Tensor]]) -> Any:
         stand_ins = [
@@ -297,7 +301,7 @@ class _OpFuser:
         return operations
 
     @contextmanager
-    def _lent_to(
+    def _replacing(
         self, index: int, tensors: Sequence[Tensor], num_read: int, trained: bool
     ) -> Iterator[None]:
         """Replace an operation's stand-ins, which are its last parameters, by tensors.
@@ -314,17 +318,12 @@ class _OpFuser:
         lent: list[Any] = [_trained_or_not(tensor, trained) for tensor in tensors]
         for (parameter, _), tensor in zip(pairs[:num_read], lent, strict=False):
             tensor.main_grad = getattr(parameter, "main_grad", None)
-        names = [f"weight{i}" for i in range(first, len(parameters))]
-        # Set in `vars`, past nn.Module: there the tensors hide the parameters of the same names.
-        vars(operation).update(zip(names, lent, strict=True))
-        self._take_for_inputs(index, [*parameters[: first + num_read], *lent[num_read:]])
-        try:
-            yield
-        finally:
-            # A tensor that stayed here would keep the microbatch's graph alive.
-            for name in names:
-                del vars(operation)[name]
-            self._take_for_inputs(index, parameters)
+        with lent_to(operation, {f"weight{i}": each for i, each in enumerate(lent, first)}):
+            self._take_for_inputs(index, [*parameters[: first + num_read], *lent[num_read:]])
+            try:
+                yield
+            finally:
+                self._take_for_inputs(index, parameters)
 
     def _take_for_inputs(self, index: int, tensors: list[Tensor]) -> None:
         """Set the tensors that autograd sees as an operation's inputs."""
@@ -357,20 +356,14 @@ def _split(linear: Any) -> Iterator[None]:
     if not _is_single(linear):
         yield
         return
-    names = [f"weight{m}" for m in range(linear.num_gemms)]
-    stand_ins = map(nn.Parameter, _values(linear.weight).detach())
-    # Set in `vars`, past nn.Module, which has these names without parameters.
-    vars(linear).update(zip(names, stand_ins, strict=True), single_grouped_weight=False)
-    try:
+    rows = enumerate(_values(linear.weight).detach())
+    stand_ins = {f"weight{m}": nn.Parameter(row) for m, row in rows}
+    with lent_to(linear, {**stand_ins, "single_grouped_weight": False}):
         yield
-    finally:
-        linear.single_grouped_weight = True
-        for name in names:
-            del vars(linear)[name]
 
 
 @contextmanager
-def _lent_to(linear: Any, further: Mapping[str, Sequence[Tensor]]) -> Iterator[None]:
+def _with_slots(linear: Any, further: Mapping[str, Sequence[Tensor]]) -> Iterator[None]:
     """Add the slots' weights, and biases if there are any, to a `GroupedLinear`.
 
     The linear reads `weight{i}` and `bias{i}` for i below `num_gemms`. Besides these, only its
@@ -379,39 +372,26 @@ def _lent_to(linear: Any, further: Mapping[str, Sequence[Tensor]]) -> Iterator[N
     num_mains, num_slots = linear.num_gemms, len(further["weight"])
     if "bias" not in further:
         further = {**further, "bias": [linear.bias0] * num_slots}  # Stands for no bias.
-    lent = {
+    lent: dict[str, Any] = {
         f"{kind}{num_mains + s}": tensor
         for kind, tensors in further.items()
         for s, tensor in enumerate(tensors)
     }
-    # Set in `vars`, past nn.Module, which would register the tensors as parameters.
-    vars(linear).update(lent, num_gemms=num_mains + num_slots)
-    try:
-        with _in_place(linear, further["weight"]):
-            yield
-    finally:
-        linear.num_gemms = num_mains
-        for name in lent:
-            del vars(linear)[name]
+    lent["num_gemms"] = num_mains + num_slots
+    with lent_to(linear, lent), _in_place(linear, further["weight"]):
+        yield
 
 
-@contextmanager
-def _in_place(module: nn.Module, slot_weights: Sequence[Tensor]) -> Iterator[None]:
+def _in_place(module: nn.Module, slot_weights: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Let a module's forwards hide slots from hooks on saved tensors; see `kept_in_place`.
 
     Megatron's offload of activations begins inside the experts, around a linear. A copied tensor
     may still be on its way to the host when the next layer's replicas come into the slots.
     """
-    forward, own = module.forward, vars(module).get("forward")
+    forward = module.forward
 
     def forward_in_place(*args: Any, **kwargs: Any) -> Any:
         with kept_in_place(slot_weights):
             return forward(*args, **kwargs)
 
-    vars(module)["forward"] = forward_in_place
-    try:
-        yield
-    finally:
-        del vars(module)["forward"]
-        if own is not None:
-            vars(module)["forward"] = own
+    return lent_to(module, {"forward": forward_in_place})

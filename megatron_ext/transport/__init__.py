@@ -10,7 +10,6 @@ import importlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -40,11 +39,7 @@ logger = logging.getLogger(__name__)
 
 def _of(module: str, name: str) -> Callable[..., Any]:
     """Return a function of one of this package's modules, which its first call imports."""
-    return partial(_call, module, name)
-
-
-def _call(module: str, name: str, *args: Any) -> Any:
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)(*args)
+    return lambda *args: getattr(importlib.import_module(f"{__name__}.{module}"), name)(*args)
 
 
 def _on_gpus(name: str, **others: bool) -> TransportKind:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
-from megatron_ext.transport.transport import Transfer, Transfers, TransportOptions
+from megatron_ext.transport.transport import Mains, Transfer, Transfers, Transport, TransportOptions
 
 _Arrival = Callable[[], None]
 """Copies or adds a message that has arrived."""
@@ -59,12 +59,10 @@ class _Push:
         self._batch.wait()
 
 
-class CollectiveTransport:
+class CollectiveTransport(Transport):
     """Transport that moves replicas with batched sends and receives over `ep_group`."""
 
     name = "collective"
-    failed = None
-    rows = None
 
     def __init__(self, ep_group: ProcessGroup) -> None:
         self._group = ep_group
@@ -75,11 +73,7 @@ class CollectiveTransport:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def push(
-        self,
-        transfers: Transfers,
-        mains: list[list[Tensor]],
-        slot_weights: list[Tensor],
-        label: str = "",
+        self, transfers: Transfers, mains: Mains, slot_weights: list[Tensor], label: str = ""
     ) -> _Push:
         """Start copying mains into slots; see `Transport.push`."""
 
@@ -105,14 +99,11 @@ class CollectiveTransport:
 
         return _Push(transfers, post)
 
-    def note_reads(self) -> None:
-        """Do nothing: `wait` fills the slots, on the stream that goes on to read them."""
-
     def pull_add(
         self,
         transfers: Transfers,
         slot_grads: list[Tensor],
-        totals: list[list[Tensor]],
+        totals: Mains,
         aside: Sequence[Sequence[Tensor | None] | None],
         label: str = "",
     ) -> _Batch:
@@ -143,9 +134,6 @@ class CollectiveTransport:
                 total[main_idx].add_(added)
 
         return _Batch(ops, [partial(add, *each) for each in messages.items()])
-
-    def raise_failure(self) -> None:
-        """Do nothing: torch.distributed raises its own errors."""
 
     def reset(self) -> None:
         """Do nothing: posted sends and receives of an aborted step cannot be withdrawn.

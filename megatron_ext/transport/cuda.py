@@ -37,7 +37,7 @@ from megatron_ext.transport.one_sided import (
     group_timeout_s,
 )
 from megatron_ext.transport.symmetric_heap import SymmetricHeap
-from megatron_ext.transport.transport import Transfers, TransportOptions
+from megatron_ext.transport.transport import Mains, Transfers, TransportOptions
 
 
 class CudaTransport(OneSidedTransport):
@@ -90,7 +90,7 @@ class CudaTransport(OneSidedTransport):
         )
         super().__init__(exchange, heap.rank, heap.num_ranks, heap.peers)
         self._heap = heap
-        self.failed: Tensor | None = exchange.failed()
+        self.failed = exchange.failed()
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a zeroed buffer that the domain's ranks reach; see `Transport.allocate`."""
@@ -108,11 +108,7 @@ class CudaTransport(OneSidedTransport):
         return buffer
 
     def push(
-        self,
-        transfers: Transfers,
-        mains: list[list[Tensor]],
-        slot_weights: list[Tensor],
-        label: str = "",
+        self, transfers: Transfers, mains: Mains, slot_weights: list[Tensor], label: str = ""
     ) -> UnderWay:
         """Start copying mains into slots; see `Transport.push`. The host waits for no plan.
 
@@ -132,7 +128,7 @@ class CudaTransport(OneSidedTransport):
         self,
         transfers: Transfers,
         slot_grads: list[Tensor],
-        totals: list[list[Tensor]],
+        totals: Mains,
         aside: Sequence[Sequence[Tensor | None] | None],
         label: str = "",
     ) -> UnderWay:
@@ -174,10 +170,9 @@ class CudaTransport(OneSidedTransport):
 
 def make(ep_group: ProcessGroup, device: torch.device, options: TransportOptions) -> CudaTransport:
     """Return the transport of a rank; see `TransportKind.make`."""
-    timeout_s = options.timeout_s
     return CudaTransport(
         SymmetricHeap(ep_group, device, options.domain_ranks, options.symmetric_memory),
-        timeout_s=group_timeout_s(ep_group, device) if timeout_s is None else timeout_s,
+        timeout_s=options.timeout_s or group_timeout_s(ep_group, device),
         push_blocks=options.push_blocks,
         grad_reduce_share=options.grad_reduce_share,
     )

@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 from megatron_ext.transport.one_sided import group_timeout_s
 from megatron_ext.transport.reach import domain_of, gather
 from megatron_ext.transport.symmetric_heap import domain_group
-from megatron_ext.transport.transport import Transfers, TransportOptions
+from megatron_ext.transport.transport import Mains, Transfers, Transport, TransportOptions
 
 _NEEDED = ("lb_prefetch_weights", "lb_reduce_grads")
 
@@ -51,23 +51,17 @@ class _Call:
             self._then = None
 
 
-class DeepEPTransport:
+class DeepEPTransport(Transport):
     """Transport over DeepEP's buffers; all ranks of `group`, one NVLink domain, make it.
 
-    Args:
-        group: The ranks of the domain.
-        first_rank: The domain's first rank in the EP group.
-        timeout_s: Longest wait for a peer on the device, in seconds.
-        push_sms: Multiprocessors that push; 0 as DeepEP chooses.
-        pull_sms: Multiprocessors that add; 0 as DeepEP chooses.
+    `first_rank` is the domain's first in the EP group. The device waits for a peer at most
+    `timeout_s`. Multiprocessors push (`push_sms`) and add (`pull_sms`); with 0 DeepEP chooses.
 
     Raises:
         RuntimeError: DeepEP is not installed, or has no primitives for redundant experts.
     """
 
     name = "deepep"
-    failed = None
-    rows = None
 
     def __init__(
         self,
@@ -125,11 +119,7 @@ class DeepEPTransport:
         return slots
 
     def push(
-        self,
-        transfers: Transfers,
-        mains: list[list[Tensor]],
-        slot_weights: list[Tensor],
-        label: str = "",
+        self, transfers: Transfers, mains: Mains, slot_weights: list[Tensor], label: str = ""
     ) -> _Call:
         """Start copying mains into slots; see `Transport.push`."""
         if self._read is not None:
@@ -153,7 +143,7 @@ class DeepEPTransport:
         self,
         transfers: Transfers,
         slot_grads: list[Tensor],
-        totals: list[list[Tensor]],
+        totals: Mains,
         aside: Sequence[Sequence[Tensor | None] | None],
         label: str = "",
     ) -> _Call:
@@ -173,12 +163,15 @@ class DeepEPTransport:
         if not any(len(grads) for grads in slot_grads):
             return _Call([])
         mapping = self._mapping(transfers)
-        sums = [self._sums(grads, len(of_mains)) for grads, of_mains in _pairs(slot_grads, totals)]
+        sums = [
+            self._kept(grads, len(of_mains), grads[0].nbytes).view(torch.float32).zero_()
+            for grads, of_mains in zip(slot_grads, totals, strict=True)
+        ]
         events = [
             self._buffers[grads.data_ptr()].lb_reduce_grads(
                 grads.view(len(grads), -1), added, mapping, num_sms=self._sms[1]
             )
-            for grads, added in _pairs(slot_grads, sums)
+            for grads, added in zip(slot_grads, sums, strict=True)
         ]
         mains_per_rank, rank = len(totals[0]), self._group.rank()
         own = torch.arange(mains_per_rank, device=mapping.device) + rank * mains_per_rank
@@ -197,9 +190,6 @@ class DeepEPTransport:
 
         self._pulling = _Call(events, add)
         return self._pulling
-
-    def raise_failure(self) -> None:
-        """Do nothing: a wait that fails ends the process."""
 
     def reset(self) -> None:
         """Refuse to forget an aborted step.
@@ -245,11 +235,6 @@ class DeepEPTransport:
             copy[: len(given)].copy_(given)
         return copies
 
-    def _sums(self, grads: Tensor, num_mains: int) -> Tensor:
-        """Return zeros [M, n] for the sums of slots' gradients."""
-        kept = self._kept(grads, num_mains, grads[0].nbytes).view(torch.float32)
-        return kept.zero_()
-
     def _kept(self, slots: Tensor, num_mains: int, slot_bytes: int) -> Tensor:
         """Return memory [M, slot_bytes], for all calls with these slots."""
         if (kept := self._side_by_side.get(slots.data_ptr())) is None:
@@ -277,20 +262,15 @@ def make(
             raise RuntimeError(f"rank {rank}: {other}")
     rank, num_ranks = dist.get_rank(ep_group), dist.get_world_size(ep_group)
     peers = domain_of(rank, options.domain_ranks or num_ranks)
-    timeout_s = options.timeout_s
     share = options.grad_reduce_share or 0.0
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     return DeepEPTransport(
         domain_group(ep_group, peers, device),
         peers.start,
-        timeout_s=group_timeout_s(ep_group, device) if timeout_s is None else timeout_s,
+        timeout_s=options.timeout_s or group_timeout_s(ep_group, device),
         push_sms=options.push_blocks or 0,
         pull_sms=math.ceil(share * sms),
     )
-
-
-def _pairs(slots: list[Tensor], others: list[Any]) -> list[tuple[Tensor, Any]]:
-    return list(zip(slots, others, strict=True))
 
 
 def _import() -> Any:

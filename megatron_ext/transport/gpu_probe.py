@@ -48,10 +48,7 @@ def gpu_obstacles(
 ) -> list[str]:
     """Return by rank why this rank's GPU does not reach the rank's memory, or ""; all ranks call.
 
-    Args:
-        ep_group: The ranks, each with a GPU.
-        device: This rank's GPU, with or without a number.
-        driver: Shares and reads memory; by default the driver of this machine.
+    Each rank has a GPU, which `device` names with or without a number.
     """
     number = device.index if device.index is not None else torch.cuda.current_device()
     token = secrets.token_bytes(_TOKEN_BYTES)

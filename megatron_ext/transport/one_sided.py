@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_timeout
 
-from megatron_ext.transport.transport import GathersRows
+from megatron_ext.transport.transport import GathersRows, Transport
 
 RELAY_THRESHOLD = 4
 """Most sends of a rank without relays. Not tuned: on 2 cores relays make no difference in time."""
@@ -45,14 +45,12 @@ class UnderWay:
         self._finish(self._generation)
 
 
-class OneSidedTransport(ABC):
+class OneSidedTransport(Transport, ABC):
     """Transport around an exchange; a subclass pushes and pulls, and allocates the buffers.
 
     The exchange numbers ranks as the EP group does, and has the memory of `peers` only: the ranks
     of this rank's domain, this rank among them.
     """
-
-    name: str
 
     def __init__(self, exchange: Any, rank: int, num_ranks: int, peers: range) -> None:
         self._exchange = exchange
@@ -75,8 +73,7 @@ class OneSidedTransport(ABC):
                 self._num_ranks, self._most_words
             )
             self._exchange.set_table(*self._share_tables(num_bytes), self._most_words)
-        rows: Tensor = self._exchange.gather(row, label, into)
-        return rows
+        return self._exchange.gather(row, label, into)
 
     @abstractmethod
     def _share_tables(self, num_bytes: int) -> Sequence[Any]:
@@ -96,10 +93,6 @@ class OneSidedTransport(ABC):
     @abstractmethod
     def _highest(self, value: int) -> int:
         """Return the highest value of all ranks; all ranks call."""
-
-    @abstractmethod
-    def raise_failure(self) -> None:
-        """See `Transport.raise_failure`."""
 
     def _segments(self, buffers: Sequence[Tensor]) -> list[int]:
         if not all(len(buffer) for buffer in buffers):

@@ -39,15 +39,10 @@ def domain_of(rank: int, domain_ranks: int) -> range:
 def gather_obstacles(mine: Sequence[str], planning_group: ProcessGroup) -> list[list[str]]:
     """Gather the reasons why ranks of an EP group do not reach others; all planning ranks call.
 
-    Args:
-        mine: By rank of the EP group, the reason why this rank does not reach the rank, or "".
-        planning_group: The EP group or, with expert tensor parallelism, the EP groups of all shards
-            side by side: all shards of a replica move alike, so an obstacle of one shard counts for
-            all shards.
-
-    Returns:
-        `obstacles[a][b]`: the reason why rank a does not reach rank b, "" if all shards reach it.
-        R x R; equal on all ranks.
+    `mine` are those of this rank, by rank of the EP group, or "". The result has the reason why
+    rank a does not reach rank b at [a][b], and is equal on all ranks. With expert tensor
+    parallelism the planning group has the EP groups of all shards, side by side. All shards of a
+    replica move alike, so an obstacle of one shard counts for all shards.
     """
     rows = gather(list(mine), planning_group)
     num_shards = len(rows) // len(mine)

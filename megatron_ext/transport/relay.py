@@ -40,10 +40,8 @@ def compile_copies(
 ) -> list[list[Copy]]:
     """Return every rank's copies, those from mains first; the same on all ranks.
 
-    Args:
-        transfers: Every replica of the group, in an order that is the same on all ranks.
-        num_ranks: Ranks of the EP group.
-        relay_threshold: Most sends of a rank, all its experts together, without relays.
+    The transfers are every replica of the group, in an order that is the same on all ranks. The
+    threshold is the most sends of a rank, all its experts together, without relays.
 
     >>> everywhere = [Transfer(0, 0, rank, slot_idx=0) for rank in range(1, 8)]
     >>> for rank, copies in enumerate(compile_copies(everywhere, 8, relay_threshold=4)):

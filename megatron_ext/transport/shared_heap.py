@@ -57,12 +57,8 @@ def machine_obstacles(ep_group: ProcessGroup, device: torch.device) -> list[str]
 def share(num_bytes: int, purpose: str, ep_group: ProcessGroup, peers: range) -> list[Tensor]:
     """Return the peers' new regions as zeroed bytes, by rank of the EP group; all ranks call.
 
-    Args:
-        num_bytes: Size of each region, >= 1; the same on all ranks.
-        purpose: Names the use of the regions; ranks with different purposes raise an error.
-        ep_group: The EP group; all of its ranks call.
-        peers: The ranks that share with this rank, this rank among them. The result has no bytes of
-            other ranks.
+    All ranks ask for the same size of a region, at least 1, and for the same purpose. `peers` are
+    the ranks that share with this rank, this rank among them; the result has no bytes of others.
 
     Raises:
         ValueError: The ranks do not ask for the same.

@@ -24,11 +24,12 @@ from megatron_ext.transport.one_sided import (
     UnderWay,
     group_timeout_s,
 )
-from megatron_ext.transport.reach import domain_of
+from megatron_ext.transport.reach import domain_of, gather
 from megatron_ext.transport.relay import compile_copies
 from megatron_ext.transport.shared_heap import share
 from megatron_ext.transport.transport import (
     SHARED_MEMORY_SLOTS,
+    Mains,
     Transfer,
     Transfers,
     TransportOptions,
@@ -55,7 +56,6 @@ class SharedMemoryTransport(OneSidedTransport):
     """
 
     name = "shared_memory"
-    failed = None
 
     def __init__(
         self,
@@ -68,8 +68,7 @@ class SharedMemoryTransport(OneSidedTransport):
     ) -> None:
         load_library()
         rank = dist.get_rank(ep_group)
-        if timeout_s is None:
-            timeout_s = group_timeout_s(ep_group, torch.device("cpu"))
+        timeout_s = timeout_s or group_timeout_s(ep_group, torch.device("cpu"))
         exchange = torch.classes.megatron_ext.Exchange(rank, timeout_s, max_delay_us)
         num_ranks = dist.get_world_size(ep_group)
         super().__init__(exchange, rank, num_ranks, domain_of(rank, domain_ranks or num_ranks))
@@ -98,11 +97,7 @@ class SharedMemoryTransport(OneSidedTransport):
         return mine
 
     def push(
-        self,
-        transfers: Transfers,
-        mains: list[list[Tensor]],
-        slot_weights: list[Tensor],
-        label: str = "",
+        self, transfers: Transfers, mains: Mains, slot_weights: list[Tensor], label: str = ""
     ) -> UnderWay:
         """Start copying mains into slots; see `Transport.push`."""
         listed = list(transfers)
@@ -136,7 +131,7 @@ class SharedMemoryTransport(OneSidedTransport):
         self,
         transfers: Transfers,
         slot_grads: list[Tensor],
-        totals: list[list[Tensor]],
+        totals: Mains,
         aside: Sequence[Sequence[Tensor | None] | None],
         label: str = "",
     ) -> UnderWay:
@@ -161,9 +156,6 @@ class SharedMemoryTransport(OneSidedTransport):
         )
         return UnderWay(self._exchange.finish_pull, generation)
 
-    def note_reads(self) -> None:
-        """Do nothing: the CPU reads when it is told to."""
-
     def _check_within(self, transfers: Iterable[Transfer]) -> None:
         """Check that no transfer leaves or enters this rank's domain."""
         for each in transfers:
@@ -177,13 +169,8 @@ class SharedMemoryTransport(OneSidedTransport):
     def _share_tables(self, num_bytes: int) -> list[list[Tensor]]:
         return [share(num_bytes, "rows", self._group, self._peers)]
 
-    def raise_failure(self) -> None:
-        """Do nothing: a failed `wait` raises its error at once."""
-
     def _highest(self, value: int) -> int:
-        highest = torch.tensor(value)
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._group)
-        return int(highest)
+        return max(gather(value, self._group))
 
 
 def make(

@@ -122,7 +122,11 @@ class GathersRows(Protocol):
         """See `Transport.raise_failure`."""
 
 
-class Transport(Protocol):
+Mains = list[list[Tensor]]
+"""A tensor [*shape] by segment and main of a rank."""
+
+
+class Transport:
     """Moves weights and gradients of experts between the ranks of an EP group.
 
     All ranks make the same calls in the same order.
@@ -131,22 +135,16 @@ class Transport(Protocol):
     name: str
     """The value of `balance.transport` for this transport."""
 
-    @property
-    def failed(self) -> Tensor | None:
-        """Return int32 [1] in memory of the host: 1 after a wait of this rank has failed, else 0.
-
-        The device writes the number. None for transports whose failed waits raise at once.
-        """
+    failed: Tensor | None = None
+    """int32 [1] in memory of the host: 1 after a wait of this rank has failed, else 0. The device
+    writes the number. None for transports whose failed waits raise at once."""
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a zeroed buffer that peers can reach; every rank calls with the same arguments."""
+        raise NotImplementedError
 
     def push(
-        self,
-        transfers: Transfers,
-        mains: list[list[Tensor]],
-        slot_weights: list[Tensor],
-        label: str = "",
+        self, transfers: Transfers, mains: Mains, slot_weights: list[Tensor], label: str = ""
     ) -> Pending:
         """Start copying mains into slots; the caller no longer reads the slots' old content.
 
@@ -157,6 +155,7 @@ class Transport(Protocol):
         slots, [S, *shape]. Where slots are bytes, [S, n], a main may have fewer, the same number on
         all ranks; they fill the slot's start. The label names the layer in errors.
         """
+        raise NotImplementedError
 
     def note_reads(self) -> None:
         """Let later pushes wait for the current stream's work so far, which reads the slots.
@@ -168,7 +167,7 @@ class Transport(Protocol):
         self,
         transfers: Transfers,
         slot_grads: list[Tensor],
-        totals: list[list[Tensor]],
+        totals: Mains,
         aside: Sequence[Sequence[Tensor | None] | None],
         label: str = "",
     ) -> Pending:
@@ -189,13 +188,17 @@ class Transport(Protocol):
                 read for a main without replicas.
             label: Names the layer in errors.
         """
+        raise NotImplementedError
 
     @property
     def rows(self) -> GathersRows | None:
         """Return gathers through peer memory; None if some ranks do not reach each other."""
+        return None
 
     def raise_failure(self) -> None:
         """Raise the error of a failed wait, if the host has not raised the error yet.
+
+        Only needed where `Pending.wait` does not raise it.
 
         Raises:
             RuntimeError: A peer was too late or made other calls.
@@ -208,6 +211,7 @@ class Transport(Protocol):
         left the step and called `reset`, their next calls match again; slots and slot gradients
         then hold nothing useful.
         """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

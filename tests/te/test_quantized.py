@@ -253,11 +253,11 @@ def _slots(owner: Any, other: Any, fused: bool) -> Any:
 
 def _run_with_slots(linear: Any, slots: list[Any], rows: torch.Tensor) -> Any:
     from megatron_ext.mcore.quantized import SlotQuantizers
-    from megatron_ext.mcore.te_experts import _lent_to
+    from megatron_ext.mcore.te_experts import _with_slots
 
     with (
         SlotQuantizers(linear, len(slots)).lent(),
-        _lent_to(linear, {"weight": slots}),
+        _with_slots(linear, {"weight": slots}),
     ):
         return linear(rows, MANY)
 

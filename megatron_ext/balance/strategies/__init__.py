@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import pkgutil
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from megatron_ext.arguments import did_you_mean
@@ -28,34 +29,28 @@ class _Registry(Mapping[str, Strategy]):
     """
 
     def __init__(self, *own: tuple[str, str]) -> None:
-        self._own: dict[str, Strategy | str] = dict(own)
-        self._entries: dict[str, Strategy | str] = {}
+        self._own = dict(own)
 
-    def _all(self) -> dict[str, Strategy | str]:
-        if not self._entries:
-            *plans, (even, forced) = self._own.items()
-            self._entries = {**dict(plans), **table_of_methods("STRATEGIES"), even: forced}
-        return self._entries
+    @cached_property
+    def _all(self) -> dict[str, str]:
+        *plans, (even, forced) = self._own.items()
+        return {**dict(plans), **table_of_methods("STRATEGIES"), even: forced}
 
-    def _table_with(self, name: object) -> dict[str, Strategy | str]:
-        return self._own if name in self._own else self._all()
+    def _table_with(self, name: object) -> dict[str, str]:
+        return self._own if name in self._own else self._all
 
     def __getitem__(self, name: str) -> Strategy:
-        table = self._table_with(name)
-        entry = table[name]
-        if isinstance(entry, str):
-            entry = table[name] = pkgutil.resolve_name(entry)
-        return entry
+        return pkgutil.resolve_name(self._table_with(name)[name])
 
     def __contains__(self, name: object) -> bool:
         # `Mapping`'s own method would import the module.
         return name in self._table_with(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
+        return iter(self._all)
 
     def __len__(self) -> int:
-        return len(self._all())
+        return len(self._all)
 
 
 def table_of_methods(name: str) -> Mapping[str, str]:
@@ -67,8 +62,7 @@ def table_of_methods(name: str) -> Mapping[str, str]:
             raise
         return {}
     # A folder without files, such as one with nothing but caches, imports as an empty namespace.
-    table: Mapping[str, str] = getattr(methods, name, {})
-    return table
+    return getattr(methods, name, {})
 
 
 def of_methods(table: str, balance: BalanceConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from megatron_ext.config import BalanceConfig, Section, field_problems
 
@@ -86,37 +86,16 @@ class PlanSettings:
         return told
 
 
-class Solver(Protocol):
-    """A pure function from load to plan: equal input gives bit-equal output on every rank."""
+Solver: TypeAlias = "Callable[[Tensor, ExpertLayout, PlanSettings], BalancePlan]"
+"""Plans an int64 load, [R, E] or [B, R, E], that was checked; see `solve`. This function and those
+below are pure: equal input gives bit-equal output on every rank."""
 
-    def __call__(self, load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
-        """Plan an int64 load, [R, E] or [B, R, E], that was checked; see `solve`."""
+Placer: TypeAlias = "Callable[[Tensor, ExpertLayout, PlanSettings], Tensor]"
+"""Places replicas, an `experts_in_slots` int32 [R, S], before the load to be planned is known."""
 
-
-class Placer(Protocol):
-    """A pure function from past loads to the replicas of the loads to come."""
-
-    def __call__(self, expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
-        """Return `experts_in_slots`, int32 [R, S], by assignments of each expert, int64 [E]."""
-
-
-class PredictedPlacer(Protocol):
-    """A pure function from a predicted load to the replicas of that load."""
-
-    def __call__(self, predicted: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
-        """Return `experts_in_slots`, int32 [R, S], on the CPU, by an int64 load [R, E]."""
-
-
-class Sharer(Protocol):
-    """A pure function from a load, and replicas placed before the load was known, to a plan."""
-
-    def __call__(
-        self, load: Tensor, placed: Tensor, layout: ExpertLayout, settings: PlanSettings
-    ) -> BalancePlan:
-        """Plan an int64 load, [R, E] or [B, R, E], with the replicas `placed`, int32 [R, S].
-
-        Only a planner that places by prediction may add others.
-        """
+Sharer: TypeAlias = "Callable[[Tensor, Tensor, ExpertLayout, PlanSettings], BalancePlan]"
+"""Plans an int64 load, [R, E] or [B, R, E], with replicas that were placed before the load was
+known, int32 [R, S]. Only a planner that places by prediction may add others."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +110,7 @@ class FromHistory:
     """Places replicas by the loads of the past, and shares every load among them."""
 
     place: Placer
+    """Gets the assignments of each expert, int64 [E]."""
     share: Sharer
 
 
@@ -138,7 +118,8 @@ class FromHistory:
 class FromPrediction:
     """Places replicas by a prediction of one load, and shares that load when it is known."""
 
-    place: PredictedPlacer
+    place: Placer
+    """Gets an int64 load [R, E]; the replicas are on the CPU."""
     share: Sharer
 
 
@@ -155,7 +136,6 @@ class StaysMegatron:
 
     offline: Solves | None = None
     """Plans that stand for it where strategies are compared; None if there is nothing to plan."""
-
     needs: tuple[str, ...] = ()
     """Settings of a training run, one of which has to name the file that the strategy follows."""
 
@@ -175,23 +155,17 @@ class Strategy:
 
     name: str
     """The name in configs and on the command line."""
-
     summary: str
     """What it is, in one line."""
-
     kind: Planner | StaysMegatron | ForcesEven
     """How it balances a model."""
-
     num_slots: Callable[[int, int], int] = lambda asked, mains_per_rank: asked
     """Slots per rank that it plans for, given those asked for and the mains per rank."""
-
     reaches: Callable[[float], float] | None = None
     """The tolerance that its plans reach wherever a legal plan can, given that asked for; None if
     it promises none."""
-
     plans_on_device: bool = False
     """Whether the plan of a load on a GPU is made there, without the host."""
-
     package: str | None = None
     """A package that the strategy imports; the extra of the strategy's name installs it."""
 

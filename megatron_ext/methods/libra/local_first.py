@@ -89,8 +89,7 @@ class Arriving(NamedTuple):
 
     def wait(self) -> Tensor:
         """Wait for the rows and return them. The backward of this sends their gradients."""
-        arrived: Tensor = _Wait.apply(*self)
-        return arrived
+        return _Wait.apply(*self)
 
 
 class _Send(torch.autograd.Function):
@@ -187,10 +186,7 @@ class LocalFirstDispatcher(PlannedDispatcher):
 
         Returns tokens [N', H], the number for each expert [M + S], probabilities [N'].
         """
-        result: tuple[Tensor, Tensor, Tensor] = super().dispatch_postprocess(
-            tokens.others.wait(), probs.others.wait()
-        )
-        return result
+        return super().dispatch_postprocess(tokens.others.wait(), probs.others.wait())
 
     def token_combine(self, outputs: tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Bring back outputs of tokens sent to other ranks, and put outputs of own tokens between.

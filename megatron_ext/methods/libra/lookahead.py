@@ -59,7 +59,6 @@ class Prediction:
     """The replicas on their way."""
     sent: Mark
     """The start of the push; None if the push is not timed."""
-
     num_pushes: int
     """`SlotBuffers.num_pushes` with this one."""
 
@@ -207,10 +206,8 @@ class LookaheadMoELayer(BalancedMoELayer):
             replicas = Transfers(placed, self.layout.mains_per_rank)
             pending = balancer.buffers.push(replicas, mains, label)
         sent = TIMES.mark() if self.training else None
-        return Prediction(
-            *(balancer.new_forward(mains), predicted, load, placed, pending, sent),
-            num_pushes=balancer.buffers.num_pushes,
-        )
+        forward, num_pushes = balancer.new_forward(mains), balancer.buffers.num_pushes
+        return Prediction(forward, predicted, load, placed, pending, sent, num_pushes)
 
 
 def predict_routing(router: Any, hidden_states: Tensor) -> Tensor:

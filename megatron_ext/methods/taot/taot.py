@@ -81,11 +81,7 @@ def _match(
 ) -> list[tuple[int, int, int]]:
     """Choose a domain's replicas: expert, rank and assignments of each, by rounds.
 
-    Args:
-        expert_load: Assignments of each main, [D, M].
-        node: Machine of each rank, [D].
-        slots: Rounds.
-        min_quota: Fewest assignments of a replica.
+    Loads of the mains are [D, M], machines of the ranks [D]; there are as many rounds as slots.
     """
     num_ranks, mains = expert_load.shape
     rank_load = expert_load.sum(1)
@@ -141,14 +137,12 @@ def _shares(excess: NDArray[Any], room: NDArray[Any], node: NDArray[np.int64]) -
     for _ in range(ROUNDS):
         row = np.maximum(_times(kernel, of_host), LEAST)
         of_host = room / np.maximum(_times(kernel, excess / row), LEAST)
-    parts: NDArray[Any] = kernel * of_host / row[:, None]
-    return parts
+    return kernel * of_host / row[:, None]
 
 
 def _times(kernel: NDArray[Any], factor: NDArray[Any]) -> NDArray[Any]:
     """Multiply a symmetric matrix and a vector, row after row: so all machines add alike."""
-    product: NDArray[Any] = (kernel * factor[:, None]).sum(0)
-    return product
+    return (kernel * factor[:, None]).sum(0)
 
 
 TAOT = Strategy(
