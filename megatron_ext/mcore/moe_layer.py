@@ -124,7 +124,13 @@ class BalancedMoELayer(SharedExpertsLater):
         require_valid(config, balance)
         if pg_collection is None:
             pg_collection = get_default_pg_collection()
-        super().__init__(config, submodules, layer_number, pg_collection, **kwargs)
+        super().__init__(
+            config,
+            submodules=submodules,
+            layer_number=layer_number,
+            pg_collection=pg_collection,
+            **kwargs,
+        )
         self.planning_group = planning_group(self)
         """The ranks that plan alike: the EP group or, with expert tensor parallelism, the EP groups
         of all shards together."""
