@@ -1,5 +1,8 @@
 """Tools for Megatron checkpoints: look inside, check, move experts; without GPU or processes.
 
+Their `path` is a checkpoint, a folder of checkpoints, or a run directory. From a folder the newest
+checkpoint is taken. Without one they raise `FileNotFoundError`.
+
 compare.py   two of them, up to the order of experts
 contents.py  keys and shapes, without loading weights
 folder.py    a checkpoint as files: whole, unchanged, whose

@@ -39,13 +39,7 @@ class Comparison:
 def compare(path: str | Path, other: str | Path) -> Comparison:
     """Compare the tensors of two checkpoints; objects that are no tensors are not compared.
 
-    Args:
-        path: A checkpoint, a folder of checkpoints, or a run directory. From a folder the newest
-            checkpoint is taken.
-        other: The same of the other one.
-
     Raises:
-        FileNotFoundError: There is no checkpoint.
         ValueError: A checkpoint is not complete or not of this kind.
     """
     import torch

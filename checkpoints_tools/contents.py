@@ -31,6 +31,7 @@ from checkpoints_tools.folder import (
     stored_bytes,
 )
 from checkpoints_tools.pickles import read_object, read_table
+from megatron_ext.arguments import ranges
 from megatron_ext.files.opening import open_regular
 
 # A name that a replica or its buffer would have. Only whole words: `replica_id` is Megatron's.
@@ -96,7 +97,7 @@ class CheckpointContents:
         They are `num_layers`, `num_moe_layers`, `hidden_size`, `expert_hidden_size` (F), and
         `vocab_size`, with Megatron's padding.
         """
-        shapes = {e.key: e.shape for e in self._of_model()}
+        shapes = {e.key: e.shape for e in _of_model(self.entries)}
         layers: set[int] = set()
         moe_layers: set[int] = set()
         shape = {}
@@ -120,7 +121,7 @@ class CheckpointContents:
     def dtypes(self) -> list[str]:
         """Return the dtypes of the model's tensors; with most elements first."""
         elements = Counter[str]()
-        for entry in self._of_model():
+        for entry in _of_model(self.entries):
             elements[entry.dtype or ""] += math.prod(entry.shape)
         return [dtype for dtype, _ in elements.most_common()]
 
@@ -128,19 +129,11 @@ class CheckpointContents:
         """Whether it holds tensors of an optimizer's state."""
         return any(e.shape is not None and is_of_optimizer(e.key) for e in self.entries)
 
-    def _of_model(self) -> list[Any]:
-        return [e for e in self.entries if e.shape is not None and not is_of_optimizer(e.key)]
-
 
 def read_contents(path: str | Path) -> CheckpointContents:
     """Read what a checkpoint holds, and run nothing that is in the checkpoint.
 
-    Args:
-        path: A checkpoint, a folder of checkpoints, or a run directory. From a folder the
-            checkpoint with the highest number is taken.
-
     Raises:
-        FileNotFoundError: There is no checkpoint.
         ValueError: The checkpoint is not complete or not of this kind.
     """
     folder = newest_of(Path(path))
@@ -156,11 +149,7 @@ def read_contents(path: str | Path) -> CheckpointContents:
         step=step,
         saved_on=saved_on,
         num_experts=num_experts,
-        num_parameters=sum(
-            math.prod(e.shape)
-            for e in entries
-            if e.shape is not None and not is_of_optimizer(e.key)
-        ),
+        num_parameters=sum(math.prod(e.shape) for e in _of_model(entries)),
         entries=entries,
     )
 
@@ -192,7 +181,7 @@ def find_problems(contents: CheckpointContents) -> list[str]:
     for key, experts in single_experts.items():
         if experts != set(range(contents.num_experts or 0)):
             problems.append(
-                f"key {key} is there for experts {_ranges(experts)}, the router has "
+                f"key {key} is there for experts {ranges(sorted(experts))}, the router has "
                 f"{contents.num_experts}"
             )
     return problems
@@ -201,6 +190,11 @@ def find_problems(contents: CheckpointContents) -> list[str]:
 def is_of_optimizer(key: str) -> bool:
     """Whether a key belongs to the optimizer's state, not to the model."""
     return _OPTIMIZER.search(key) is not None
+
+
+def _of_model(entries: list[Entry]) -> list[Any]:
+    """Return the tensors without the optimizer's."""
+    return [e for e in entries if e.shape is not None and not is_of_optimizer(e.key)]
 
 
 def read_metadata(folder: Path) -> Any:
@@ -272,15 +266,3 @@ def _read_common(folder: Path, metadata: Any) -> dict[str, Any]:
     stored = {index.fqn: entry for index, entry in metadata.storage_data.items()}
     (common,) = read_object(stored_bytes(folder, stored["common_state/shard_0_1"]))
     return common
-
-
-def _ranges(numbers: set[int]) -> str:
-    """Write a set of numbers shortly: `0-3, 6`."""
-    parts: list[str] = []
-    for number in sorted(numbers):
-        if number - 1 in numbers:
-            first = parts.pop().partition("-")[0]
-            parts.append(f"{first}-{number}")
-        else:
-            parts.append(str(number))
-    return ", ".join(parts)

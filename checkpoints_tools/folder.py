@@ -26,6 +26,7 @@ import xxhash
 from checkpoints_tools.pickles import ForeignClassError, read_object, read_table
 from megatron_ext.files.json_files import read_json
 from megatron_ext.files.opening import look_at, named, open_regular
+from megatron_ext.files.whole import sync
 
 RUN_FILE = "run.json"
 CHECKSUMS_FILE = "checksums.json"
@@ -88,6 +89,19 @@ def write_checksums(folder: Path, checksums: Mapping[str, Checksum]) -> None:
     (folder / CHECKSUMS_FILE).write_text(text + "\n")
 
 
+def seal(folder: Path, known: Mapping[str, Checksum]) -> None:
+    """Complete a checkpoint with its checksums, and have what it holds on the disk.
+
+    Files whose checksums are `known` were hashed when they were written, and are on the disk.
+    """
+    paths = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
+    others = {name: path for name, path in paths.items() if name not in known}
+    hashed = {name: hash_file(path) for name, path in others.items() if path.is_file()}
+    write_checksums(folder, {**known, **hashed})
+    for path in (*others.values(), folder / CHECKSUMS_FILE, folder):
+        sync(path)
+
+
 def read_checksums(folder: Path) -> dict[str, Checksum] | None:
     """Return a checkpoint's checksums by name of file; None if it has none.
 
@@ -144,15 +158,6 @@ def is_checkpoint(folder: Path) -> bool:
     )
 
 
-def sync(path: Path) -> None:
-    """Have a file, or a folder's names, written to the disk itself."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def free_bytes(out: Path) -> int:
     """Return the room that the disk has where a folder will be."""
     above = next(folder for folder in out.absolute().parents if folder.is_dir())
@@ -163,12 +168,8 @@ def free_bytes(out: Path) -> int:
 def making(out: Path, num_bytes: int) -> Iterator[Path]:
     """Make a folder, to be filled under another name, and rename it when all is on the disk.
 
-    So a process that is killed leaves nothing at `out`; the next one for the same `out` removes
-    what it has left beside it.
-
-    Args:
-        out: The folder, which does not exist.
-        num_bytes: The room that it needs.
+    So a process that is killed leaves nothing at `out`, which does not exist; the next one for the
+    same `out` removes what it has left beside it. The folder needs room for `num_bytes`.
 
     Raises:
         OSError: The disk has no room for it, or it cannot be written; nothing is left.
@@ -239,11 +240,9 @@ def find_damage(folder: Path) -> list[str]:
 
 
 def find_changes(folder: Path, names: Collection[str] | None = None) -> list[str]:
-    """Return the files whose contents are not what was written.
+    """Return the files whose contents are not what was written; a checkpoint has no other damage.
 
-    Args:
-        folder: A checkpoint without damage. One without checksums has no known changes.
-        names: Files to look at; by default all that have checksums.
+    By default all files that have checksums are looked at.
     """
     recorded = read_checksums(folder) or {}
     changes = []
@@ -257,11 +256,7 @@ def find_changes(folder: Path, names: Collection[str] | None = None) -> list[str
 
 
 def check_whole(folder: Path) -> None:
-    """Check that all files of a checkpoint are there, covered by checksums, and as written.
-
-    Raises:
-        ValueError: They are not; the message is one line.
-    """
+    """Raise a `ValueError` of one line unless a checkpoint's files are all there and as written."""
     if problems := find_damage(folder) or find_changes(folder):
         raise ValueError(f"{folder}: {problems[0]}")
 
@@ -290,10 +285,7 @@ def look_through_objects(
 ) -> tuple[list[str], list[str]]:
     """Read what is stored beside tensors, as loading would, but without running what is in it.
 
-    Args:
-        folder: A checkpoint without damage.
-        part: Which share of the objects to look through, of `num_parts`.
-        num_parts: Shares that there are.
+    The checkpoint has no damage. `part` is the share of the objects to look through.
 
     Returns:
         Objects that cannot be read, and objects that name foreign classes. The table of contents
@@ -333,15 +325,7 @@ class Verdict:
 
 
 def verify(path: str | Path) -> Verdict:
-    """Look for everything that is wrong with a checkpoint's files. Nothing in them is run.
-
-    Args:
-        path: A checkpoint, a folder of checkpoints, or a run directory. From a folder the
-            checkpoint with the highest number is taken.
-
-    Raises:
-        FileNotFoundError: There is no checkpoint.
-    """
+    """Look for everything that is wrong with a checkpoint's files. Nothing in them is run."""
     folder = newest_of(Path(path))
     if damage := find_damage(folder):
         return Verdict(folder=folder, num_files=0, num_bytes=0, problems=damage)
@@ -419,6 +403,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def newest_of(path: Path) -> Path:
     """Return the checkpoint that `path` means: itself, or the newest in a folder or run.
+
+    The newest is the one with the highest number.
 
     Raises:
         FileNotFoundError: There is none.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 from checkpoints_tools.contents import is_of_optimizer, read_metadata
 from checkpoints_tools.folder import check_whole, newest_of, stored_bytes
@@ -15,15 +14,10 @@ from checkpoints_tools.relayout import PARTS
 def expert_norms(path: str | Path) -> dict[int, list[float]]:
     """Return the Frobenius norm of each expert: all its weights and biases, without the optimizer.
 
-    Args:
-        path: A checkpoint, a folder of checkpoints, or a run directory. From a folder the newest
-            checkpoint is taken.
-
     Returns:
         By layer, counted from 1, the norm of expert 0, 1, ...
 
     Raises:
-        FileNotFoundError: There is no checkpoint.
         ValueError: The checkpoint is not complete, not of this kind, or was changed.
     """
     folder = newest_of(Path(path))
@@ -43,12 +37,9 @@ def expert_norms(path: str | Path) -> dict[int, list[float]]:
         for layer, experts in enumerate(piece, offset[0] + 1):
             of_layer = squares.setdefault(layer, {})
             for expert, weights in enumerate(experts, offset[1]):
-                of_layer[expert] = of_layer.get(expert, 0.0) + _sum_of_squares(weights)
+                square = float(weights.double().square().sum())
+                of_layer[expert] = of_layer.get(expert, 0.0) + square
     return {
         layer: [math.sqrt(of_layer[expert]) for expert in sorted(of_layer)]
         for layer, of_layer in sorted(squares.items())
     }
-
-
-def _sum_of_squares(weights: Any) -> float:
-    return float(weights.double().square().sum())

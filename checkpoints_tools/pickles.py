@@ -52,10 +52,7 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def read_table(file: Path) -> Any:
-    """Read a checkpoint's table of contents, torch's `Metadata`.
-
-    Args:
-        file: The checkpoint's `.metadata`.
+    """Read a checkpoint's table of contents, torch's `Metadata`, from its `.metadata`.
 
     Raises:
         ForeignClassError: It names a class that a table does not need.

@@ -29,13 +29,11 @@ from checkpoints_tools.folder import (
     Hasher,
     find_damage,
     free_bytes,
-    hash_file,
     making,
     newest_of,
     read_checksums,
+    seal,
     stored_bytes,
-    sync,
-    write_checksums,
 )
 from checkpoints_tools.pickles import read_object
 from megatron_ext.files.opening import look_at, open_regular
@@ -88,9 +86,7 @@ class Relayout:
     def write(self, on_bytes: Callable[[int], object] = lambda num_bytes: None) -> None:
         """Write the checkpoint; see `making`.
 
-        Args:
-            on_bytes: Called with the number of bytes that were copied since the last call; by
-                several threads.
+        Several threads call `on_bytes`, with the bytes that were copied since the last call.
 
         Raises:
             OSError: The disk has no room for it, or it cannot be written; nothing is left.
@@ -128,21 +124,13 @@ class Relayout:
                     stored = _write_rows(self.folder, stored, change.rows, file)
                 table.storage_data[change.new_index] = stored
         (partial / TABLE_FILE).write_bytes(pickle.dumps(table))
-        checksums |= {name: hash_file(partial / name) for name in (routers, TABLE_FILE)}
-        write_checksums(partial, checksums)
-        for path in (*sorted(partial.rglob("*")), partial):
-            sync(path)
+        seal(partial, checksums)
 
 
 def relayout(path: str | Path, expert: Mapping[int, np.ndarray], out: str | Path) -> int:
-    """Write a checkpoint whose experts have other numbers; see `prepare_relayout`.
+    """Write a checkpoint whose experts have other numbers; return the number of changed tensors.
 
-    Returns:
-        Number of changed tensors, as `Relayout.num_tensors`.
-
-    Raises:
-        FileNotFoundError, FileExistsError, ValueError: See `prepare_relayout`.
-        OSError, ValueError: See `Relayout.write`.
+    Arguments and errors are those of `prepare_relayout` and `Relayout.write`.
     """
     prepared = prepare_relayout(path, expert, out)
     prepared.write()
@@ -155,14 +143,12 @@ def prepare_relayout(
     """Check that experts of a checkpoint can get other numbers; write nothing.
 
     Args:
-        path: A checkpoint, a folder of checkpoints, or a run directory. From a folder the newest
-            checkpoint is taken.
+        path: The checkpoint, or where it is.
         expert: By layer, counted from 1: which expert, int64 [E], is to become expert 0, 1, ...
             Layers without an entry stay as they are.
         out: Folder to make.
 
     Raises:
-        FileNotFoundError: There is no checkpoint.
         FileExistsError: `out` exists.
         ValueError: The checkpoint is damaged, has other layers or experts, or stores experts or the
             optimizer's state in a way that this function cannot take apart.

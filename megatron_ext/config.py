@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import NoneType, UnionType
@@ -32,8 +32,13 @@ class Section:
 
     __slots__ = ()
 
-    NAME: ClassVar[str]
+    NAME: ClassVar[str] = ""
     """Name of the section, as in front of its settings on the command line."""
+
+    def __init_subclass__(cls, name: str | None = None) -> None:
+        """Name a section; a dataclass with slots is made once more, and keeps its name."""
+        if name is not None:
+            cls.NAME = name
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         """Make a section, whose fields are then set.
@@ -59,7 +64,7 @@ class Section:
         # Rules may compare values: only of the declared types they can.
         if problems := self.type_problems():
             return problems
-        problems = field_problems(type(self), self) + self.relation_problems()
+        problems = [*field_problems(type(self), self), *self.relation_problems()]
         for part in self.sections():
             problems += part.problems()
         return problems
@@ -80,9 +85,16 @@ class Section:
         values = [getattr(self, each.name) for each in fields(cast("Any", self))]
         return [value for value in values if isinstance(value, Section)]
 
-    def relation_problems(self) -> list[str]:
+    @classmethod
+    def kinds(cls) -> list[type[Section]]:
+        """Return the classes of this section and of all sections inside, in their order."""
+        made: list[Any] = [each.default_factory for each in fields(cast("Any", cls))]
+        inside = [each for each in made if isinstance(each, type) and issubclass(each, Section)]
+        return [cls, *(kind for each in inside for kind in each.kinds())]
+
+    def relation_problems(self) -> Iterable[str]:
         """Return what is wrong by rules beyond the type, range and choices of one field."""
-        return []
+        return ()
 
 
 def setting(default: Any, **allowed: Any) -> Any:
@@ -289,10 +301,8 @@ class ConfigError(ValueError):
 
 
 @dataclass(kw_only=True, slots=True)
-class HistorySettings(Section):
+class HistorySettings(Section, name="balance.history"):
     """What strategies that place from history have in common."""
-
-    NAME: ClassVar[str] = "balance.history"
 
     interval: int = setting(50, least=1)
     """Microbatches of a layer between two placements (`eplb`, `lplb`); for n global batches, n
@@ -301,10 +311,8 @@ class HistorySettings(Section):
 
 
 @dataclass(kw_only=True, slots=True)
-class LlepSettings(Section):
+class LlepSettings(Section, name="balance.llep"):
     """How much load `llep` leaves on a rank, and the least that it moves."""
-
-    NAME: ClassVar[str] = "balance.llep"
 
     alpha: float = setting(1.1, least=1, most=1_000_000)
     """Capacity of a rank, as a multiple of the mean rank load: load above it spills to other
@@ -314,10 +322,8 @@ class LlepSettings(Section):
 
 
 @dataclass(kw_only=True, slots=True)
-class LibraSettings(Section):
+class LibraSettings(Section, name="balance.libra"):
     """How `libra` and `libra_paper` place replicas by a prediction."""
-
-    NAME: ClassVar[str] = "balance.libra"
 
     locality_share: float = setting(0.5, least=0, most=1)
     """Part of a rank's slots for the experts that the rank's own tokens are predicted to ask for
@@ -325,13 +331,11 @@ class LibraSettings(Section):
 
 
 @dataclass(kw_only=True, slots=True)
-class BalanceConfig(Section):
+class BalanceConfig(Section, name="balance"):
     """What the balancer may do. Equal on all ranks of an EP group (compared once at start).
 
     The settings that only some strategies use are in sections of their own.
     """
-
-    NAME: ClassVar[str] = "balance"
 
     strategy: str = "quota"
     """Name of the balancer; `megatron-ext plan --list` lists the names. `none` leaves Megatron's

@@ -19,18 +19,11 @@ def add(commands: Any) -> None:
         'make a workspace and the report "Is balancing worth it?" in a W&B project',
         "megatron-ext dashboards --project megatron_ext --dry-run",
     )
-    dashboards.add_argument(
-        "--project",
-        required=True,
-        metavar="P",
-        help="W&B project of the runs (logging.wandb_project)",
-    )
-    dashboards.add_argument(
-        "--entity", metavar="E", help="user or team of the project; by default the login's own"
-    )
-    dashboards.add_argument(
-        "--dry-run", action="store_true", help="show what would be made, without a login"
-    )
+    option = dashboards.add_argument
+    project = "W&B project of the runs (logging.wandb_project)"
+    option("--project", required=True, metavar="P", help=project)
+    option("--entity", metavar="E", help="user or team of the project; by default the login's own")
+    option("--dry-run", action="store_true", help="show what would be made, without a login")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -93,7 +93,7 @@ def run_build(arguments: argparse.Namespace) -> int:
     domains = parse_sources(arguments.sources)
     total = sum(file.stat().st_size for files in domains.values() for file in files)
     with progress("Tokenizing", total, in_bytes=True) as on_bytes:
-        result = build_dataset(
+        manifest, skipped = build_dataset(
             domains,
             arguments.out,
             tokenizer_file=arguments.tokenizer,
@@ -102,15 +102,15 @@ def run_build(arguments: argparse.Namespace) -> int:
             overwrite=arguments.overwrite,
             on_bytes=on_bytes,
         )
-    if result.skipped:
-        named = [f"{skipped.path} ({skipped.reason})" for skipped in result.skipped]
+    if skipped:
+        named = [f"{path} ({reason})" for path, reason in skipped.items()]
         more = len(named) - _MOST_NAMED
         warn(
             f"skipped {len(named)} files: {', '.join(named[:_MOST_NAMED])}"
             + (f" and {more} more" if more > 0 else "")
         )
-    skipped = [{"path": str(s.path), "reason": s.reason} for s in result.skipped]
-    return show(arguments, _describe(result.manifest) | {"skipped": skipped}, _dataset_lines)
+    left_out = [{"path": str(path), "reason": reason} for path, reason in skipped.items()]
+    return show(arguments, _describe(manifest) | {"skipped": left_out}, _dataset_lines)
 
 
 def run_corpus(arguments: argparse.Namespace) -> int:
@@ -119,15 +119,15 @@ def run_corpus(arguments: argparse.Namespace) -> int:
 
     limit_bytes = arguments.limit_mb << 20
     with progress("Gathering", limit_bytes * len(DOMAINS), in_bytes=True) as on_bytes:
-        result = gather_corpus(
+        domains = gather_corpus(
             arguments.out, limit_bytes=limit_bytes, overwrite=arguments.overwrite, on_bytes=on_bytes
         )
-    if result.missing:
-        warn(f"this machine has no text for {', '.join(result.missing)}: left out")
+    if missing := [name for name in DOMAINS if name not in domains]:
+        warn(f"this machine has no text for {', '.join(missing)}: left out")
     report = {
         "path": str(arguments.out),
-        "domains": {name: asdict(size) for name, size in result.domains.items()},
-        "missing": result.missing,
+        "domains": {name: asdict(size) for name, size in domains.items()},
+        "missing": missing,
     }
     return show(arguments, report, _corpus_lines)
 

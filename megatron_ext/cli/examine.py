@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,21 +77,19 @@ def _versions() -> tuple[dict[str, str | None], list[str]]:
     versions = {"megatron-ext": own_version}
     problems = []
     for name in sorted({*required, *PACKAGES}):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-            if name in required:
-                needed = required[name].specifier
-                problems.append(f"{name} is not installed: pip install '{name}{needed}'")
+        found = None
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found = importlib.metadata.version(name)
+        versions[name] = found
+        if name not in required:
             continue
-        if name in required:
-            needed = required[name].specifier
-            if not needed.contains(versions[name] or "", prereleases=True):
-                problems.append(
-                    f"{name} {versions[name]} is installed, {needed} is needed: "
-                    f"pip install '{name}{needed}'"
-                )
+        needed = required[name].specifier
+        if found is None:
+            problems.append(f"{name} is not installed: pip install '{name}{needed}'")
+        elif not needed.contains(found, prereleases=True):
+            problems.append(
+                f"{name} {found} is installed, {needed} is needed: pip install '{name}{needed}'"
+            )
     return versions, problems
 
 

@@ -98,12 +98,20 @@ def loads_path(text: str) -> Path:
     return path
 
 
-def strategies(arguments: argparse.Namespace) -> list[str]:
-    """Return the names of `--strategies`.
+def add_strategies(parser: argparse.ArgumentParser) -> None:
+    """Add the planners to compare, and their options; `strategies` reads their names."""
+    parser.add_argument(
+        "--strategies",
+        required=True,
+        metavar="A,B,...",
+        help="planners by their names in `megatron-ext plan --list`; NAME:time plans for objective "
+        "time",
+    )
+    add_plan_settings(parser)
 
-    Raises:
-        ValueError: There is no strategy of a name.
-    """
+
+def strategies(arguments: argparse.Namespace) -> list[str]:
+    """Return the names of `--strategies`, after checking that there are such strategies."""
     from megatron_ext.balance.strategies import unknown_strategy
 
     names: list[str] = arguments.strategies.split(",")
@@ -114,12 +122,7 @@ def strategies(arguments: argparse.Namespace) -> list[str]:
 
 
 def read_trace(arguments: argparse.Namespace, num_experts: int | None = None) -> Loads:
-    """Read what `add_trace` was given, for a model of `num_experts` if there is one.
-
-    Raises:
-        FileNotFoundError, ValueError: See `read_loads` and `read_routing_trace`; or an option does
-            not fit the loads.
-    """
+    """Read what `add_trace` was given, for a model of `num_experts` if there is one."""
     from megatron_ext.files.loads import read_loads
     from megatron_ext.files.routing_trace import is_routing_trace, read_routing_trace
 
@@ -184,7 +187,12 @@ def add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
 
 
 def add_out(
-    parser: argparse.ArgumentParser, metavar: str, text: str, *, required: bool, replaces: str = ""
+    parser: argparse.ArgumentParser,
+    metavar: str,
+    text: str,
+    *,
+    required: bool = False,
+    replaces: str = "",
 ) -> None:
     """Add where to write, and the option to replace what is there if there may be something."""
     parser.add_argument("--out", type=_new_path, required=required, metavar=metavar, help=text)
@@ -200,11 +208,7 @@ def _new_path(text: str) -> Path:
 
 
 def check_out(arguments: argparse.Namespace, *names: str) -> None:
-    """Check, before the work, that `--out` can be written, or the files `names` in that folder.
-
-    Raises:
-        OSError: It cannot; see `check_free`.
-    """
+    """Check, before the work, that `--out` can be written, or the files `names` in that folder."""
     from megatron_ext.files.arrays import check_free
 
     if arguments.out is not None:

@@ -32,13 +32,7 @@ def add(commands: Any) -> None:
     options.add_plan_settings(plan)
     options.add_balance(plan, ("objective", "NAME", " or ".join(OBJECTIVES)))
     options.add_costs(plan, "--objective time")
-    options.add_out(
-        plan,
-        "PLAN.npz",
-        "where to write the plans",
-        required=False,
-        replaces="an existing PLAN.npz",
-    )
+    options.add_out(plan, "PLAN.npz", "where to write the plans", replaces="an existing PLAN.npz")
     plan.add_argument("--split", action="store_true", help="write the quotas by source rank too")
 
 

@@ -20,20 +20,12 @@ def add(commands: Any) -> None:
         "megatron-ext replay runs/train/trace --strategies quota,eplb --slots 2 --out comparison",
     )
     options.add_trace(replay)
-    replay.add_argument(
-        "--strategies",
-        required=True,
-        metavar="A,B,...",
-        help="planners by their names in `megatron-ext plan --list`; NAME:time plans for objective "
-        "time",
-    )
-    options.add_plan_settings(replay)
+    options.add_strategies(replay)
     options.add_costs(replay, "NAME:time; --expert-bytes also alone, to see the bytes that move")
     options.add_out(
         replay,
         "DIR",
         "folder for replay.html, replay.md and replay.json",
-        required=False,
         replaces="these files in DIR",
     )
 

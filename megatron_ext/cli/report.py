@@ -32,7 +32,6 @@ def add(commands: Any) -> None:
         report,
         "PAGE.html",
         "page to look at in a browser (a run of your own has it in its directory, as report.html)",
-        required=False,
         replaces="PAGE.html",
     )
 

@@ -28,11 +28,7 @@ _STACKS_S = 30.0
 
 
 def run_state(run_dir: Path) -> dict[str, Any]:
-    """Return what the ranks of a run do, and a verdict.
-
-    Raises:
-        FileNotFoundError: There is no status in `run_dir`.
-    """
+    """Return what the ranks of a run do, and a verdict."""
     if not run_dir.is_dir():
         raise FileNotFoundError(f"{run_dir} is no folder")
     folder = run_dir / STATUS_FOLDER

@@ -25,19 +25,9 @@ def add(commands: Any) -> None:
     )
     options.add_trace(simulate)
     options.add_model(simulate, required=True)
-    simulate.add_argument(
-        "--strategies",
-        required=True,
-        metavar="A,B,...",
-        help="planners to simulate; NAME:time plans for objective time",
-    )
-    options.add_plan_settings(simulate)
+    options.add_strategies(simulate)
     options.add_out(
-        simulate,
-        "DIR",
-        "folder for simulate.md and simulate.json",
-        required=False,
-        replaces="these files in DIR",
+        simulate, "DIR", "folder for simulate.md and simulate.json", replaces="these files in DIR"
     )
 
 

@@ -20,17 +20,12 @@ _FORGOTTEN = "Invalid job id"
 
 
 def is_here() -> bool:
-    """Return whether this machine has Slurm's commands."""
+    """Whether this machine has Slurm's commands."""
     return shutil.which("sbatch") is not None
 
 
 def check_partitions(names: str) -> None:
-    """Check that the cluster has the partitions, which commas part.
-
-    Raises:
-        ValueError: It has not.
-        RuntimeError: Slurm does not answer.
-    """
+    """Raise a `ValueError` unless the cluster has the partitions, which commas part."""
     known = sorted(set(_ask("sinfo", "--all", "--noheader", "--format=%R").split()))
     for name in names.split(","):
         if name not in known:
@@ -39,22 +34,15 @@ def check_partitions(names: str) -> None:
 
 
 def queue(script: str) -> str:
-    """Queue a job and return its number.
-
-    Raises:
-        RuntimeError: Slurm refuses it.
-    """
+    """Queue a job and return its number; a `RuntimeError` says why Slurm refuses it."""
     return _ask("sbatch", "--parsable", given=script).strip().split(";")[0]
 
 
 def follow(job: str, logs: Mapping[str, Path]) -> bool:
     """Print what a job writes until it has ended, however often it starts again.
 
-    Where Slurm does not answer, the job goes on: this is said once, and Slurm asked again.
-
-    Args:
-        job: Its number.
-        logs: Its log files, each with what stands before its lines.
+    Where Slurm does not answer, the job goes on: this is said once, and Slurm asked again. `logs`
+    are its log files, each with what stands before its lines.
 
     Returns:
         Whether Slurm says that all of it was completed.
@@ -81,11 +69,7 @@ def follow(job: str, logs: Mapping[str, Path]) -> bool:
 
 
 def _ends(job: str) -> set[str] | None:
-    """Return how a job's tasks ended; None before they have; nothing where nobody knows any more.
-
-    Raises:
-        RuntimeError: Slurm does not answer.
-    """
+    """Return how a job's tasks ended; None before that; nothing where nobody knows any more."""
     if _ask("squeue", "--noheader", f"--jobs={job}", gone=_FORGOTTEN):
         return None
     shown = _ask("scontrol", "show", "job", job, "--oneliner", gone=_FORGOTTEN)
@@ -109,7 +93,11 @@ def _print_new(file: Path, start: int, label: str) -> int:
 
 
 def _ask(*command: str, given: str | None = None, gone: str | None = None) -> str:
-    """Return what a command of Slurm prints, nothing where it fails with the words `gone`."""
+    """Return what a command of Slurm prints, nothing where it fails with the words `gone`.
+
+    Raises:
+        RuntimeError: It fails otherwise: Slurm does not answer, or refuses.
+    """
     done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
     if done.returncode != 0 and not (gone and gone in done.stderr):
         raise RuntimeError(done.stderr.strip() or f"{command[0]} failed")

@@ -22,27 +22,20 @@ def add(commands: Any) -> None:
         "megatron-ext synth zipf --ranks 64 --experts 256 --imbalance 2 --out loads.npz\n"
         "  megatron-ext synth --list",
     )
-    synth.add_argument("kind", nargs="?", metavar="KIND", help="kind of load: one of --list")
-    synth.add_argument(
-        "--list", action="store_true", help="list the kinds, their settings and defaults"
-    )
-    synth.add_argument("--ranks", type=positive, metavar="R", help="ranks of the EP group")
-    synth.add_argument("--experts", type=positive, metavar="E", help="logical experts")
-    synth.add_argument("--tokens", type=positive, metavar="N", help="tokens of a rank")
-    synth.add_argument("--top-k", type=positive, metavar="K", help="experts a token chooses")
-    synth.add_argument("--batch", type=positive, metavar="B", help="loads to generate")
-    synth.add_argument("--seed", type=int, metavar="N", help="equal seeds give equal loads")
-    degree = synth.add_mutually_exclusive_group()
-    degree.add_argument(
-        "--imbalance", type=float, metavar="X", help="busiest rank / mean that is wanted"
-    )
-    degree.add_argument(
-        "--exponent", type=float, metavar="A", help="exponent of the law of popularity"
-    )
-    synth.add_argument(
-        "--share", type=float, metavar="X", help="share of cold ranks, or of dead experts"
-    )
-    synth.add_argument(
+    option = synth.add_argument
+    option("kind", nargs="?", metavar="KIND", help="kind of load: one of --list")
+    option("--list", action="store_true", help="list the kinds, their settings and defaults")
+    option("--ranks", type=positive, metavar="R", help="ranks of the EP group")
+    option("--experts", type=positive, metavar="E", help="logical experts")
+    option("--tokens", type=positive, metavar="N", help="tokens of a rank")
+    option("--top-k", type=positive, metavar="K", help="experts a token chooses")
+    option("--batch", type=positive, metavar="B", help="loads to generate")
+    option("--seed", type=int, metavar="N", help="equal seeds give equal loads")
+    degree = synth.add_mutually_exclusive_group().add_argument
+    degree("--imbalance", type=float, metavar="X", help="busiest rank / mean that is wanted")
+    degree("--exponent", type=float, metavar="A", help="exponent of the law of popularity")
+    option("--share", type=float, metavar="X", help="share of cold ranks, or of dead experts")
+    option(
         "--without-chance",
         dest="by_chance",
         action="store_false",
@@ -50,11 +43,7 @@ def add(commands: Any) -> None:
         help="give equally popular experts equal loads, up to rounding",
     )
     options.add_out(
-        synth,
-        "LOADS.npz",
-        "where to write them, int64 [B, R, E]",
-        required=False,
-        replaces="an existing LOADS.npz",
+        synth, "LOADS.npz", "where to write them, int64 [B, R, E]", replaces="an existing LOADS.npz"
     )
 
 

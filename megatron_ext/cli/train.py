@@ -38,11 +38,7 @@ def run(words: list[str]) -> int:
 
 
 def dry_run(options: argparse.Namespace) -> None:
-    """Print what the run would need, and as JSON the settings, too.
-
-    Raises:
-        ConfigError: With all that is wrong.
-    """
+    """Print what the run would need, and as JSON the settings, too."""
     from omegaconf import OmegaConf
 
     from megatron_ext.config import ConfigError

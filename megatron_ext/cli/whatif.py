@@ -26,9 +26,7 @@ def add(commands: Any) -> None:
     options.add_model(whatif, required=False)
     options.add_balance(whatif, *options.PLAN_SETTINGS)
     options.add_nvlink_domain(whatif)
-    options.add_out(
-        whatif, "PAGE.html", "page with the answer", required=False, replaces="PAGE.html"
-    )
+    options.add_out(whatif, "PAGE.html", "page with the answer", replaces="PAGE.html")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy as np
 from megatron_ext.data.files import find_files, new_folder, read_text
 from megatron_ext.data.indexed import new_domain
 from megatron_ext.data.manifest import BYTES, MANIFEST, Domain, Manifest
-from megatron_ext.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from megatron_ext.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -27,22 +26,6 @@ logger = logging.getLogger(__name__)
 BATCH_BYTES = 8 << 20
 # Megatron's index keeps a document's length as int32; no tokenizer makes more tokens than bytes.
 MAX_DOCUMENT_BYTES = 2**31 - 2
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A file that was skipped, and why."""
-
-    path: Path
-    reason: str
-
-
-@dataclass(frozen=True)
-class BuildResult:
-    """What `build_dataset` made and what it skipped."""
-
-    manifest: Manifest
-    skipped: list[Skipped]
 
 
 def parse_sources(sources: Sequence[str]) -> dict[str, list[Path]]:
@@ -102,7 +85,7 @@ def build_dataset(
     strict: bool,
     overwrite: bool,
     on_bytes: Callable[[int], None],
-) -> BuildResult:
+) -> tuple[Manifest, dict[Path, str]]:
     """Tokenize each domain's files into an indexed dataset in a new folder `out`.
 
     Args:
@@ -114,15 +97,18 @@ def build_dataset(
         overwrite: Replace an earlier dataset.
         on_bytes: Called with the size of each file that is done with.
 
+    Returns:
+        What `out` holds, and the files that were skipped, each with the reason.
+
     Raises:
         FileExistsError: `out` exists.
         ModuleNotFoundError, FileNotFoundError, ValueError: The tokenizer cannot be used, a file is
             not text (strict), or a domain has no text at all.
     """
-    tokenizer: Tokenizer = (
+    tokenizer: ByteTokenizer | HuggingFaceTokenizer = (
         HuggingFaceTokenizer(tokenizer_file, eod_token) if tokenizer_file else ByteTokenizer()
     )
-    skipped: list[Skipped] = []
+    skipped: dict[Path, str] = {}
     with new_folder(out, overwrite=overwrite, marker=MANIFEST) as folder:
         manifest = Manifest(
             folder=folder,
@@ -140,11 +126,11 @@ def build_dataset(
         if tokenizer_file:
             shutil.copyfile(tokenizer_file, folder / manifest.tokenizer)
         manifest.save()
-    return BuildResult(Manifest.load(out), skipped)
+    return Manifest.load(out), skipped
 
 
 def _read(
-    files: Sequence[Path], strict: bool, skipped: list[Skipped], on_bytes: Callable[[int], None]
+    files: Sequence[Path], strict: bool, skipped: dict[Path, str], on_bytes: Callable[[int], None]
 ) -> Iterator[str]:
     """Yield the text of each file that has some; note the others in `skipped`."""
     for file in files:
@@ -156,16 +142,18 @@ def _read(
         except ValueError as error:
             if strict:
                 raise ValueError(f"{file} is not text: {error}") from error
-            skipped.append(Skipped(file, str(error)))
+            skipped[file] = str(error)
         else:
             if text.strip():
                 yield text
             else:
-                skipped.append(Skipped(file, "it is empty"))
+                skipped[file] = "it is empty"
         on_bytes(num_bytes)
 
 
-def _write_domain(folder: Path, name: str, texts: Iterator[str], tokenizer: Tokenizer) -> Domain:
+def _write_domain(
+    folder: Path, name: str, texts: Iterator[str], tokenizer: ByteTokenizer | HuggingFaceTokenizer
+) -> Domain:
     prefix = folder / name
     builder = new_domain(prefix, vocab_size=tokenizer.vocab_size)
     documents = tokens = text_bytes = 0

@@ -69,29 +69,23 @@ class DomainSize:
     text_bytes: int
 
 
-@dataclass(frozen=True)
-class CorpusResult:
-    """What `gather_corpus` found, and which domains this machine does not have."""
-
-    domains: dict[str, DomainSize]
-    missing: list[str]
-
-
 def gather_corpus(
     out: Path, *, limit_bytes: int, overwrite: bool, on_bytes: Callable[[int], None]
-) -> CorpusResult:
+) -> dict[str, DomainSize]:
     """Gather this machine's text into `out/<domain>/...`, which appears whole or not at all.
 
     Equal machines give equal folders. A text takes part in the first of its domains only, such as a
     licence in a README. A domain has at most `limit_bytes` of UTF-8, which are not less than
     `MIN_DOMAIN_BYTES`. `on_bytes` is called with the size of each text that is taken.
 
+    Returns:
+        What was gathered of the domains that this machine has.
+
     Raises:
         FileExistsError: `out` exists.
         RuntimeError: The machine has text for fewer than `MIN_DOMAINS` domains.
     """
     domains: dict[str, DomainSize] = {}
-    missing: list[str] = []
     seen: set[bytes] = set()
     with new_folder(out, overwrite=overwrite, marker=MARKER) as folder:
         for name, candidates in DOMAINS.items():
@@ -99,9 +93,9 @@ def gather_corpus(
             if size.text_bytes >= MIN_DOMAIN_BYTES:
                 domains[name] = size
             else:
-                missing.append(name)
                 shutil.rmtree(folder / name, ignore_errors=True)
         if len(domains) < MIN_DOMAINS:
+            missing = [name for name in DOMAINS if name not in domains]
             raise RuntimeError(
                 f"this machine has text for {len(domains)} domains "
                 f"({', '.join(domains) or 'none'}), not for {', '.join(missing)}; {MIN_DOMAINS} "
@@ -109,7 +103,7 @@ def gather_corpus(
             )
         sizes = {name: asdict(size) for name, size in domains.items()}
         (folder / MARKER).write_text(json.dumps(sizes, indent=2) + "\n")
-    return CorpusResult(domains, missing)
+    return domains
 
 
 def _gather(

@@ -94,7 +94,6 @@ def new_folder(out: Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
 
     Raises:
         FileExistsError: `out` exists and is not to be, or must not be, replaced.
-        OSError: See `check_folders`.
     """
     out = out.absolute()
     is_empty_folder = out.is_dir() and not any(out.iterdir())

@@ -49,7 +49,10 @@ def open_domain(manifest: Manifest, name: str) -> Any:
     num_bytes = Path(f"{prefix}.bin").stat().st_size
     if not num_bytes:
         raise ValueError(f"domain {name}: {prefix}.bin is empty")
-    dataset = _open(prefix, name)
+    # The index by itself first: a dataset that fails over its index fails again in `__del__`.
+    _open_index(prefix, name)
+    with _faults_of(prefix, name):
+        dataset = IndexedDataset(prefix)
     documents = len(dataset.index.document_indices) - 1
     if documents != manifest.domains[name].documents:
         raise ValueError(
@@ -72,10 +75,8 @@ def open_domain(manifest: Manifest, name: str) -> Any:
 def manifest_of(prefixes: Sequence[str], *, tokenizer: str, vocab_size: int) -> Manifest:
     """Describe Megatron datasets that were made elsewhere, each a domain named by its files.
 
-    Args:
-        prefixes: Paths without `.bin` and `.idx`, as Megatron's `--data-path` has them.
-        tokenizer: Path of their `tokenizer.json`, or empty.
-        vocab_size: Number of their token ids.
+    `prefixes` are paths without `.bin` and `.idx`, as Megatron's `--data-path` has them. They have
+    `vocab_size` token ids, and `tokenizer` is the path of their `tokenizer.json`, or empty.
 
     Raises:
         FileNotFoundError: A file is missing.
@@ -111,15 +112,6 @@ def manifest_of(prefixes: Sequence[str], *, tokenizer: str, vocab_size: int) -> 
 
 def _num_tokens(index: Any) -> int:
     return int(index.sequence_lengths.sum(dtype=np.int64))
-
-
-def _open(prefix: str, name: str) -> Any:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    # The index by itself first: a dataset that fails over its index fails again in `__del__`.
-    _open_index(prefix, name)
-    with _faults_of(prefix, name):
-        return IndexedDataset(prefix)
 
 
 def _open_index(prefix: str, name: str) -> Any:

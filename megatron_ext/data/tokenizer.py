@@ -1,7 +1,8 @@
 """Tokenizers: bytes, which need no file, and any Hugging Face `tokenizer.json`.
 
-A tokenizer turns documents into token ids and names the id that ends a document (eod). Nothing is
-added to a document here: no begin token, no padding. `build.py` appends the eod.
+A tokenizer turns documents into token ids, below its `vocab_size`, and names the id that ends a
+document (eod). Nothing is added to a document here: no begin token, no padding. `build.py` appends
+the eod.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,19 +22,6 @@ COMMON_EOD_TOKENS = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>"),
     "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's, with wide bars and low lines.
 )
-
-
-class Tokenizer(Protocol):
-    """What `build_dataset` needs of a tokenizer."""
-
-    vocab_size: int
-    """Every id is in [0, vocab_size), the eod included."""
-    eod: int
-    """Id of the token that ends a document."""
-    eod_token: str
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Return the token ids of each text, int64 [tokens of that text], without eod."""
 
 
 class ByteTokenizer:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_ext.arguments import near_path
-from megatron_ext.files.opening import named, open_regular
+from megatron_ext.files.opening import open_regular
+from megatron_ext.files.whole import written_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,9 +49,7 @@ def check_folders(path: Path) -> None:
     """Check that a path may get a new entry, and that the folders above it are there or to be made.
 
     A missing folder of the root is a slip or a disk that is not mounted, so none is made there.
-
-    Raises:
-        FileNotFoundError, NotADirectoryError, PermissionError: See `check_free`.
+    Errors are those of `check_free`.
     """
     parents = path.absolute().parents
     folder = next(above for above in parents if above.exists())
@@ -149,12 +148,11 @@ def _outline(path: Path, archive: Any, name: str) -> np.ndarray:
         raise ValueError(f"{path}: {name} cannot be read ({error})") from error
 
 
-def _read_array(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
+def _read_array(path: Path, archive: Any, name: str) -> np.ndarray:
     try:
-        values: np.ndarray = archive[name]
+        return archive[name]
     except Exception as error:  # As above.
         raise ValueError(f"{path}: {name} cannot be read ({error})") from error
-    return values
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray | Tensor], *, overwrite: bool) -> None:
@@ -165,17 +163,12 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray | Tensor], *, overw
     """
     check_free(path, overwrite=overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.unlink(missing_ok=True)
-    try:
-        with named(path), partial.open("xb") as file:  # Never through a link.
-            # As `numpy.savez_compressed`, which has no say in how hard it tries: level 1 is several
-            # times as fast, for files that are a little larger.
-            archive = zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1)
-            with archive:
-                for name, value in arrays.items():
-                    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                        np.lib.format.write_array(member, np.asarray(value), allow_pickle=False)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with (
+        written_whole(path, f"{os.getpid()}.partial") as partial,
+        # As `numpy.savez_compressed`, which has no say in how hard it tries: level 1 is several
+        # times as fast, for files that are a little larger.
+        zipfile.ZipFile(partial, "x", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+    ):
+        for name, value in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.asarray(value), allow_pickle=False)

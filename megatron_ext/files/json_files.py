@@ -15,11 +15,7 @@ _MOST_NODES = 1 << 22
 
 
 def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
-
-    Args:
-        path: The file.
-        follow: Whether it may be a link: see `look_at`.
+    """Read a JSON file that holds an object; for `follow` see `look_at`.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -40,11 +36,8 @@ def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:
 def parse_object(text: str, where: str) -> dict[str, Any]:
     """Return the object that a text in JSON holds.
 
-    A name that is there twice is an error, and so is a whole number beyond 64 bits.
-
-    Args:
-        text: JSON.
-        where: The text's file, with the line in a longer file, for messages.
+    A name that is there twice is an error, and so is a whole number beyond 64 bits. Messages say
+    `where` the text is from: its file, with the line in a longer file.
 
     Raises:
         ValueError: It is no JSON, or no object, or holds more than any file that is read.

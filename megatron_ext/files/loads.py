@@ -68,12 +68,8 @@ class Loads:
 def read_loads(path: Path) -> Loads:
     """Read and check a file of loads, or a folder of traces such as a run's `trace/`.
 
-    The loads of a folder are put into the order of step, microbatch and layer.
-
-    Raises:
-        FileNotFoundError: There is no such file or folder, or the folder has no `.npz` file.
-        ValueError: The file holds no loads, or the folder files that do not belong together; the
-            message names file, value and rule.
+    The loads of a folder, whose files belong together, are put into the order of step, microbatch
+    and layer. Errors are those of `find_arrays` and `Schema.read`.
     """
     return _read_folder(path) if path.is_dir() else _read_file(path)
 
@@ -141,11 +137,7 @@ def _check_prediction(path: Path, predicted: np.ndarray) -> None:
 
 
 def write_loads(path: Path, loads: Loads, *, overwrite: bool = False) -> None:
-    """Write a file of loads, whole or not at all.
-
-    Raises:
-        FileExistsError: The file exists and is not to be replaced.
-    """
+    """Write a file of loads: see `write_arrays`."""
     arrays = {"load": loads.load, **loads.trace}
     if loads.predicted is not None:
         arrays["predicted"] = loads.predicted
@@ -160,12 +152,9 @@ def write_plans(
     with_split: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Write the plans of loads, int64 [B, R, E], all of one layout: whole or not at all.
+    """Write the plans of loads, int64 [B, R, E], all of one layout: see `write_arrays`.
 
     `with_split` adds each quota by source rank.
-
-    Raises:
-        FileExistsError: The file exists and is not to be replaced.
     """
     arrays = {
         "quota": torch.stack([plan.quota for plan in plans]),

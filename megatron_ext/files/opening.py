@@ -58,10 +58,8 @@ def named(path: Path) -> Iterator[None]:
 def look_at(path: Path, *, follow: bool = False) -> os.stat_result:
     """Return what is known of a regular file, without opening it: that can act on a device.
 
-    Args:
-        path: The file.
-        follow: Whether it may be a link: one of this user or root, or of another user to a file of
-            that user's own. Caches of models and data consist of links.
+    With `follow` it may be a link: one of this user or root, or of another user to a file of that
+    user's own. Caches of models and data consist of links.
 
     Raises:
         NotRegularError: It is something else.
@@ -149,9 +147,7 @@ def names_in(folder: Path) -> list[str]:
 def open_own(path: Path, flags: int = 0) -> int:
     """Open a regular file to read and write, and return its descriptor; make it if it is not there.
 
-    Args:
-        path: The file, which has no other name: that would be written, too.
-        flags: More flags of `os.open`.
+    The file has no other name, which would be written, too. `flags` are more flags of `os.open`.
 
     Raises:
         NotRegularError: It is something else, or has another name.
@@ -168,11 +164,7 @@ def open_own(path: Path, flags: int = 0) -> int:
 
 
 def check_writes(path: Path) -> None:
-    """Check that `open_own` would open this file, or make it.
-
-    Raises:
-        NotRegularError: It would not.
-    """
+    """Check that `open_own` would open this file, or make it; else raise its `NotRegularError`."""
     try:
         found = look_at(path)
     except FileNotFoundError:

@@ -31,12 +31,7 @@ _SCHEMA = Schema(
 
 
 def read_placement(path: Path) -> Placement:
-    """Read and check a file of a placement.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file holds no placement; the message names file, value and rule.
-    """
+    """Read and check a file of a placement; errors are those of `Schema.read`."""
     arrays = _SCHEMA.read(path)
     layer, experts_in_slots, expert_load = arrays["layer"], arrays["slots"], arrays["expert_load"]
     num_layers, ranks, _ = experts_in_slots.shape
@@ -55,11 +50,7 @@ def read_placement(path: Path) -> Placement:
 
 
 def write_placement(path: Path, placement: Placement, *, overwrite: bool = False) -> None:
-    """Write a file of a placement, whole or not at all.
-
-    Raises:
-        FileExistsError: The file exists and is not to be replaced.
-    """
+    """Write a file of a placement: see `write_arrays`."""
     arrays = {
         "layer": torch.tensor(placement.layers),
         "slots": placement.experts_in_slots,

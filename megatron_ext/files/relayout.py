@@ -26,12 +26,10 @@ _SCHEMA = Schema(
 def read_layout(path: Path) -> dict[int, np.ndarray]:
     """Read an arrangement of experts, from a file of its own or a file of semantics.
 
+    Errors are those of `Schema.read`.
+
     Returns:
         By each layer's number, the logical expert at each position: int64 [E].
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file holds something else; the message names file, value and rule.
     """
     arrays = _SCHEMA.read(path)
     layer, expert = arrays["layer"], arrays["expert"]
@@ -40,15 +38,8 @@ def read_layout(path: Path) -> dict[int, np.ndarray]:
 
 
 def write_layout(path: Path, layout: Mapping[int, np.ndarray], *, overwrite: bool = False) -> None:
-    """Write an arrangement of experts, as `read_layout` returns it.
-
-    Raises:
-        FileExistsError: The file exists and is not to be replaced.
-    """
-    arrays = {
-        "layer": np.array(list(layout)),
-        "expert": np.stack(list(layout.values())),
-    }
+    """Write an arrangement of experts, as `read_layout` returns it: see `write_arrays`."""
+    arrays = {"layer": np.array(list(layout)), "expert": np.stack(list(layout.values()))}
     write_arrays(path, arrays, overwrite=overwrite)
 
 

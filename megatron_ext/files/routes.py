@@ -73,12 +73,8 @@ def read_routes(path: Path) -> Routes:
     """Read and check a file of routes, or a run's folder of them.
 
     From a folder, layers of all pipeline stages are put together. If only some stages wrote the
-    last steps of a killed run, these steps are dropped.
-
-    Raises:
-        FileNotFoundError: There is no such file or folder, or the folder has no `.npz` file.
-        ValueError: The file holds no routes, or the folder files that do not belong together; the
-            message names file, value and rule.
+    last steps of a killed run, these steps are dropped. Errors are those of `find_arrays` and
+    `Schema.read`.
     """
     return _read_folder(path) if path.is_dir() else _read_file(path)
 
@@ -87,16 +83,10 @@ def _read_folder(path: Path) -> Routes:
     by_steps: dict[str, list[Path]] = {}
     for file in find_arrays(path):
         by_steps.setdefault(file.name.partition("_stage_")[0], []).append(file)
-    joined = [
-        _join_stages([(one, _read_file(one)) for one in files]) for files in by_steps.values()
-    ]
+    joined = [(stages[0], _join_stages(stages)) for stages in by_steps.values()]
     # Not stages: a run may go on with another number of them.
-    num_layers = max(len(part.layers) for part in joined)
-    whole = [
-        (stages[0], part)
-        for stages, part in zip(by_steps.values(), joined, strict=True)
-        if len(part.layers) == num_layers
-    ]
+    num_layers = max(len(part.layers) for _, part in joined)
+    whole = [(file, part) for file, part in joined if len(part.layers) == num_layers]
     first_file, first = whole[0]
     for file, part in whole:
         if (part.sizes(), part.layers) != (first.sizes(), first.layers):
@@ -116,20 +106,21 @@ def _read_folder(path: Path) -> Routes:
     )
 
 
-def _join_stages(stages: list[tuple[Path, Routes]]) -> Routes:
-    """Put the layers of the same tokens together."""
-    first_file, first = stages[0]
-    for file, part in stages[1:]:
+def _join_stages(files: list[Path]) -> Routes:
+    """Read the layers of the same tokens, and put them together."""
+    parts = [_read_file(file) for file in files]
+    first_file, first = files[0], parts[0]
+    for file, part in zip(files, parts, strict=True):
         same = all(
             np.array_equal(*pair)
             for pair in ((part.token, first.token), (part.sample, first.sample))
         )
         if not same or part.sizes() != first.sizes():
             raise ValueError(f"{file}: token, sample and sizes must be those of {first_file}")
-    layers = [layer for _, part in stages for layer in part.layers]
+    layers = [layer for part in parts for layer in part.layers]
     if len(set(layers)) != len(layers):
         raise ValueError(f"{first_file}: layers of the stages beside it must differ, got {layers}")
-    choice = np.concatenate([part.choice for _, part in stages])
+    choice = np.concatenate([part.choice for part in parts])
     order = np.argsort(layers)
     return dataclasses.replace(first, layers=tuple(sorted(layers)), choice=choice[order])
 
@@ -148,11 +139,7 @@ def _read_file(path: Path) -> Routes:
 
 
 def write_routes(path: Path, routes: Routes, *, overwrite: bool = False) -> None:
-    """Write a file of routes, whole or not at all.
-
-    Raises:
-        FileExistsError: The file exists and is not to be replaced.
-    """
+    """Write a file of routes: see `write_arrays`."""
     arrays = {
         "token": routes.token,
         "sample": routes.sample,

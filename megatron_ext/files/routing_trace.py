@@ -60,19 +60,11 @@ def is_routing_trace(path: Path) -> bool:
 def read_routing_trace(
     folder: Path, *, ep_size: int, pp_size: int = 1, num_experts: int | None = None
 ) -> Loads:
-    """Read the files of all ranks and put them together.
+    """Read the files of all ranks, and return the loads in the order of step, microbatch and layer.
 
     The lines of a killed run that not all ranks wrote are left out: a torn last line, and the last
-    steps.
-
-    Args:
-        folder: The folder that Megatron was told.
-        ep_size: Ranks of an EP group (R): those of the run, or others to find out about.
-        pp_size: Pipeline stages of the run.
-        num_experts: Logical experts (E); None takes the highest one that was chosen for the last.
-
-    Returns:
-        The loads with step, microbatch and layer, in this order.
+    steps. `ep_size` may be the run's, or another to find out about. Without `num_experts`, the
+    highest expert that was chosen counts as the last.
 
     Raises:
         FileNotFoundError: The folder has no such files, or one of a rank is missing.
@@ -89,7 +81,7 @@ def read_routing_trace(
     groups = [list(range(start, start + ep_size)) for start in range(0, len(files), ep_size)]
     _keep_common_steps(folder, counts, groups)
     experts = _num_experts(folder, counts, num_experts, ep_size)
-    numbers = _layer_numbers(counts, len(files) // pp_size, pp_size)
+    numbers = _layer_numbers(counts, pp_size)
     found: dict[tuple[int, int, int], np.ndarray] = {}
     seen: Counter[tuple[int, int]] = Counter()
     for group in groups:
@@ -217,26 +209,18 @@ def _num_experts(folder: Path, counts: Sequence[_Counts], asked: int | None, ep_
     return experts
 
 
-def _layer_numbers(
-    counts: Sequence[_Counts], ranks_of_stage: int, pp_size: int
-) -> dict[tuple[int, _Layer], int]:
+def _layer_numbers(counts: Sequence[_Counts], pp_size: int) -> dict[tuple[int, _Layer], int]:
     """Number the layers of all stages, from 1; those that predict further tokens come last."""
     layers = sorted({layer for layer, _ in _layers(counts)})
     decoder = [layer for layer in layers if _BLOCKS[layer.block] == "decoder"]
     further = [layer for layer in layers if layer not in decoder]
     of_stage = max((layer.layer + 1 for layer in decoder), default=0)
-    return {
-        **{
-            (stage, layer): stage * of_stage + layer.layer + 1
-            for stage in range(pp_size)
-            for layer in decoder
-        },
-        **{
-            (stage, layer): pp_size * of_stage + place + 1
-            for stage in range(pp_size)
-            for place, layer in enumerate(further)
-        },
-    }
+    last = pp_size * of_stage
+    numbers: dict[tuple[int, _Layer], int] = {}
+    for stage in range(pp_size):
+        numbers |= {(stage, each): stage * of_stage + each.layer + 1 for each in decoder}
+        numbers |= {(stage, each): number for number, each in enumerate(further, last + 1)}
+    return numbers
 
 
 def _layers(counts: Sequence[_Counts]) -> Iterator[tuple[_Layer, list[np.ndarray]]]:

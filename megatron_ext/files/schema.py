@@ -37,21 +37,15 @@ class Array:
 
     dtype: Any
     """`np.integer` is any type of integers."""
-
     axes: str
     """Letters, in order."""
-
     required: bool = True
-
     least: int | None = None
     """Entries are at least this; floating-point ones are finite too."""
-
     limit: str | None = None
     """Entries are below the size of this letter."""
-
     all_differ: bool = False
     """Whether all entries must differ."""
-
     entries: str = ""
     """Letters whose sizes the entries of this array are: "V E"."""
 
@@ -62,7 +56,6 @@ class Schema:
 
     arrays: Mapping[str, Array]
     """By name."""
-
     multiple: tuple[str, str] | None = None
     """Two letters: the first size is a multiple of the second."""
 

@@ -35,10 +35,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, whose columns are aligned as text too.
-
-    Raises:
-        ValueError: Two columns have the same header.
+    """Return a Markdown table, whose columns are aligned as text too; no two headers are the same.
 
     >>> print(markdown_table(("run", "loss"), [("none", "2.5")]))
     | run  | loss |
@@ -52,11 +49,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in HTML, its cells escaped and without style.
-
-    Raises:
-        ValueError: Two columns have the same header.
-    """
+    """Return a table in HTML, its cells escaped and without style; no two headers are the same."""
     return _table(header, rows).get_html_string()
 
 

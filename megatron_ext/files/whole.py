@@ -1,11 +1,12 @@
-"""Text files that are written whole or stay as they were, also where the machine loses power."""
+"""Files that are written whole or stay as they were, also where the machine loses power."""
 
 from __future__ import annotations
 
 import errno
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_ext.files.opening import named
@@ -32,34 +33,40 @@ def check_room(folder: Path, num_bytes: int) -> None:
         ) from None
 
 
-def write_whole(path: Path, lines: Iterable[str], *, sync: bool = True) -> None:
-    """Write a text file beside the one of that name, bring it to the disk, and rename it.
+@contextmanager
+def written_whole(path: Path, ending: str = "partial") -> Iterator[Path]:
+    """Yield the name of a file beside `path`, which replaces `path` when the block ends.
 
-    Args:
-        path: The file, in a folder that exists. A link of that name is replaced.
-        lines: What it will hold, with its line ends.
-        sync: Whether it shall outlast a loss of power.
-
-    Raises:
-        OSError: It cannot be written; the file of that name is as it was.
+    The block makes the file anew (mode "x"): what somebody puts there may be a link to elsewhere.
+    If the block raises, the file of that name is as it was.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{ending}")
     partial.unlink(missing_ok=True)
     try:
-        # A new file: what somebody puts there under that name may be a link to elsewhere.
-        with named(path), partial.open("x", encoding="utf-8") as file:
-            file.writelines(lines)
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
+        with named(path):
+            yield partial
         partial.replace(path)
-    except BaseException:
+    finally:
         partial.unlink(missing_ok=True)
-        raise
-    if not sync:
-        return
-    # The name is on the disk when the folder is.
-    descriptor = os.open(path.parent, os.O_RDONLY)
+
+
+def write_whole(path: Path, lines: Iterable[str], *, lasts: bool = True) -> None:
+    """Write a text file, in a folder that exists, whole or not at all.
+
+    `lines` have their line ends. A file that `lasts` outlasts a loss of power.
+    """
+    with written_whole(path) as partial:
+        with partial.open("x", encoding="utf-8") as file:
+            file.writelines(lines)
+        if lasts:
+            sync(partial)
+    if lasts:
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or a folder's names, written to the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

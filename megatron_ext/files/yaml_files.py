@@ -55,9 +55,7 @@ def find_file(name_or_file: str, folder: Path, what: str) -> Path:
 def read_yaml(path: Path, *, follow: bool = True) -> dict[str, Any]:
     """Read a YAML file that holds a mapping, as it stands there: references are not looked up.
 
-    Args:
-        path: The file.
-        follow: Whether it may be a link: see `look_at`.
+    For `follow` see `look_at`.
 
     Raises:
         ValueError: It cannot be read, is not YAML, holds no mapping, or more than any such file;
@@ -89,15 +87,9 @@ def faults_of(path: Path) -> Iterator[None]:
 
 
 def check_yaml(path: Path, *, follow: bool = True) -> str:
-    """Check that a file is YAML which is not larger than the limits above, before it is loaded.
+    """Return a file's text, which is YAML and not larger than the limits above, to be loaded.
 
-    The arguments are those of `read_yaml`.
-
-    Returns:
-        Its text.
-
-    Raises:
-        ValueError: It is not; see `read_yaml`.
+    Arguments and errors are those of `read_yaml`.
     """
     import yaml
 
@@ -151,11 +143,8 @@ def read_into(
 ) -> T:
     """Make a dataclass from a file's mapping: keys are its fields, values have their types.
 
-    Args:
-        fields: The dataclass, as OmegaConf's structured configs are.
-        content: Content of the file, as `read_yaml` returns it.
-        path: Path of the file, for messages.
-        overrides: Values that replace the file's, each as `name=value`.
+    `content` is of `read_yaml`, `path` for messages. `overrides` replace the file's values, each as
+    `name=value`.
 
     Raises:
         ValueError: A field is missing, unknown or of a wrong type, or the dataclass refuses a

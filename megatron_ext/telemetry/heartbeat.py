@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -111,22 +111,15 @@ def called_in_forward(layer: Any) -> nn.Module:
     return module
 
 
-def note_layers(layers: Sequence[Any]) -> Callable[[], None]:
-    """Let MoE layers note when their forward or backward begins; return how to end this.
+def note_layers(layers: Sequence[Any]) -> None:
+    """Let MoE layers note when their forward or backward begins.
 
     The stages are then `forward` and `backward`; the stage `evaluate` keeps its name.
     """
-    hooks = [
-        hook
-        for layer in layers
-        for hook in _LayerNotes(layer.layer_number).attach(called_in_forward(layer))
-    ]
-
-    def end() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return end
+    for layer in layers:
+        notes, module = _LayerNotes(layer.layer_number), called_in_forward(layer)
+        module.register_forward_pre_hook(notes.forward_begins)
+        module.register_forward_hook(notes.forward_ends)
 
 
 class _LayerNotes:
@@ -140,13 +133,7 @@ class _LayerNotes:
         self._step = -1
         self._microbatch = 0
 
-    def attach(self, module: nn.Module) -> list[Any]:
-        return [
-            module.register_forward_pre_hook(self._forward_begins),
-            module.register_forward_hook(self._forward_ends),
-        ]
-
-    def _forward_begins(self, module: nn.Module, inputs: Any) -> None:
+    def forward_begins(self, module: nn.Module, inputs: Any) -> None:
         stage, step, _, _ = _MainThread.note
         if self._graph_task_id() != -1:  # A recomputed forward is a part of backward.
             _MainThread.note = Note("backward", step, self._layer)
@@ -156,7 +143,7 @@ class _LayerNotes:
         stage = stage if stage == "evaluate" else "forward"
         _MainThread.note = Note(stage, step, self._layer, self._microbatch)
 
-    def _forward_ends(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def forward_ends(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         output = outputs[0] if isinstance(outputs, tuple) else outputs
         if output.requires_grad:
             # A hook of the tensor: hooks of a module for backward change the graph.
@@ -198,14 +185,9 @@ class Status:
     """The reason of a failure, in one line."""
 
     @property
-    def is_here(self) -> bool:
-        """Whether the rank belongs to this machine."""
-        return self.host == socket.gethostname()
-
-    @property
     def process(self) -> str:
         """Return the process's present state: `runs`, `stopped`, `gone`; `?` on other machines."""
-        if not self.is_here:
+        if self.host != socket.gethostname():
             return "?"
         letter, started = _process(self.pid)
         if started != self.started or letter in "ZX":
@@ -282,10 +264,10 @@ class Pulse:
     def _write(self) -> None:
         self.status = replace(self.status, time=time.time())
         path = status_path(self._folder, self.status.rank)
-        # Telemetry never stops a training; to the others the rank counts as lost. Not synced, as a
-        # heartbeat that a power failure takes is no loss.
+        # Telemetry never stops a training; to the others the rank counts as lost. A heartbeat that
+        # a power failure takes is no loss.
         with suppress(OSError):
-            write_whole(path, [json.dumps(asdict(self.status))], sync=False)
+            write_whole(path, [json.dumps(asdict(self.status))], lasts=False)
 
 
 def status_path(folder: Path, rank: int) -> Path:

@@ -21,6 +21,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.profiler import profile, record_function, supported_activities
 
+from megatron_ext.files.whole import written_whole
+
 PROFILE_FILE = "profile.json.gz"
 
 Counters = Mapping[int, Mapping[str, Mapping[str, float]]]
@@ -120,10 +122,11 @@ def merge_traces(parts: Mapping[int, Path], counters: Counters, merged: Path) ->
     One part is in memory at a time. A counter track belongs to the first of the ranks and begins
     with that rank's range `step N`.
     """
-    partial = merged.with_name(f".{merged.name}.partial")
-    partial.unlink(missing_ok=True)
-    # Level 1: a trace has hundreds of megabytes, and the ranks wait.
-    with gzip.open(partial, "xt", compresslevel=1) as file:
+    with (
+        written_whole(merged) as partial,
+        # Level 1: a trace has hundreds of megabytes, and the ranks wait.
+        gzip.open(partial, "xt", compresslevel=1) as file,
+    ):
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
         separator, base = "\n", None
         for rank, part in parts.items():
@@ -136,7 +139,6 @@ def merge_traces(parts: Mapping[int, Path], counters: Counters, merged: Path) ->
                 file.write(separator + json.dumps(event))
                 separator = ",\n"
         file.write("\n]}\n")
-    partial.replace(merged)
 
 
 def _events_of(rank: int, trace: Mapping[str, Any], later_us: float) -> Iterator[dict[str, Any]]:

@@ -69,8 +69,9 @@ class RouteRecorder:
             for layer in layers
         ]
 
-    def write(self, step: int) -> None:
-        """Take the choices of a step; write a file if one is due."""
+    def write(self, step: int, computed: Sequence[Any] = ()) -> None:
+        """Take the choices of a step; write a file if one is due. Loads are `TraceWriter`'s."""
+        self._last_step = step
         self._step_tokens.append(torch.cat(self._tokens))
         choices = [torch.cat(self._choices[number]) for number in self._layers]
         self._step_choices.append(torch.stack(choices))
@@ -78,19 +79,19 @@ class RouteRecorder:
         self._choices = {number: [] for number in self._layers}
         num_tokens = sum(tokens.numel() for tokens in self._step_tokens)
         if self._files.is_due(len(self._step_tokens), num_tokens * self._bytes_per_token):
-            self._start_file(step)
+            self._start_file()
 
-    def flush(self, step: int) -> None:
-        """Write the steps collected up to this step, and wait for the end of all writes."""
+    def flush(self) -> None:
+        """Write the steps collected so far, and wait for the end of all writes."""
         if self._step_tokens:
-            self._start_file(step)
+            self._start_file()
         self._files.wait()
 
-    def close(self, step: int) -> None:
-        """Stop watching, write the steps collected up to this step, and end."""
+    def close(self) -> None:
+        """Stop watching, write the steps collected so far, and end."""
         for hook in self._hooks:
             hook.remove()
-        self.flush(step)
+        self.flush()
         self._files.close()
 
     def _kept(self, microbatch: int, size: int) -> int:
@@ -117,7 +118,7 @@ class RouteRecorder:
             ordered = mine[0].masked_fill(~mine[1], -1).topk(router.topk).indices
         self._choices[layer].append(ordered.transpose(0, 1).to(torch.int16).cpu())
 
-    def _start_file(self, step: int) -> None:
+    def _start_file(self) -> None:
         tokens, choices = torch.cat(self._step_tokens), torch.cat(self._step_choices, 1)
         self._step_tokens, self._step_choices = [], []
         num_samples, seq_length = tokens.shape
@@ -129,6 +130,5 @@ class RouteRecorder:
             self._vocab_size,
             self._num_experts,
         )
-        self._files.start(
-            self._files.path(step), partial(write_routes, routes=routes, overwrite=True)
-        )
+        path = self._files.path(self._last_step)
+        self._files.start(path, partial(write_routes, routes=routes, overwrite=True))

@@ -70,7 +70,7 @@ class StepFiles:
             self.change(path, partial(path.replace, aside))
 
     def shortened(self, path: Path, last_step: int) -> Path:
-        """Return the path of an existing file after its last step has become this step."""
+        """Return the path of an existing file when its last step is this one."""
         return path.with_name(f"step_{last_step:08d}_{path.name.split('_', 2)[2]}")
 
     def is_due(self, num_steps: int, num_bytes: int) -> bool:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,15 @@ from megatron_ext.files.loads import TRACE_FIELDS, Loads, read_loads, write_load
 from megatron_ext.telemetry.recorder import Computed
 from megatron_ext.telemetry.step_files import StepFiles
 
-Key: TypeAlias = tuple[int, int, int]
-"""Step, microbatch and layer of a load."""
+
+class _Load(NamedTuple):
+    """A load, its place in the trace, and the prediction of it if there is one."""
+
+    step: int
+    microbatch: int
+    layer: int
+    load: Tensor
+    predicted: Tensor | None
 
 
 class TraceWriter:
@@ -33,9 +40,7 @@ class TraceWriter:
 
     def __init__(self, files: StepFiles, *, start_step: int) -> None:
         self._files = files
-        self._loads: list[Tensor] = []
-        self._predicted: list[Tensor | None] = []
-        self._keys: list[Key] = []
+        self._loads: list[_Load] = []
         self._num_steps = 0
         for _, path in self._files.existing():
             self._files.change(path, partial(self._shorten, path, start_step))
@@ -44,13 +49,13 @@ class TraceWriter:
         """Take the loads of a step; the loads of a layer are in the order of the microbatches."""
         microbatches: Counter[int] = Counter()
         for one in computed:
-            self._keys.append((step, microbatches[one.layer_number], one.layer_number))
-            self._loads.append(one.load)
-            self._predicted.append(one.predicted.cpu() if one.predicted is not None else None)
-            microbatches[one.layer_number] += 1
+            layer, predicted = one.layer_number, one.predicted
+            predicted = predicted.cpu() if predicted is not None else None
+            self._loads.append(_Load(step, microbatches[layer], layer, one.load, predicted))
+            microbatches[layer] += 1
         self._num_steps += 1
-        kept = (*self._loads, *self._predicted)
-        num_bytes = sum(one.nbytes for one in kept if one is not None)
+        kept = (tensor for one in self._loads for tensor in (one.load, one.predicted))
+        num_bytes = sum(tensor.nbytes for tensor in kept if tensor is not None)
         if self._files.is_due(self._num_steps, num_bytes):
             self._start_file()
 
@@ -66,34 +71,32 @@ class TraceWriter:
 
     def _start_file(self) -> None:
         if self._loads:
-            path, loads = self._files.path(self._keys[-1][0]), (self._loads, self._predicted)
-            self._files.start(path, partial(_write_file, self._keys, *loads))
-        self._keys, self._loads, self._predicted = [], [], []
-        self._num_steps = 0
+            path = self._files.path(self._loads[-1].step)
+            self._files.start(path, partial(_write_file, self._loads))
+        self._loads, self._num_steps = [], 0
 
     def _shorten(self, path: Path, last_step: int) -> None:
         loads = read_loads(path)
-        keys = list(zip(*(loads.trace[name].tolist() for name in TRACE_FIELDS), strict=True))
-        kept = [place for place, (step, _, _) in enumerate(keys) if step <= last_step]
-        if len(kept) == len(keys):
+        places = zip(*(loads.trace[name].tolist() for name in TRACE_FIELDS), strict=True)
+        kept = [
+            _Load(step, microbatch, layer, loads.load[index], loads.prediction(index))
+            for index, (step, microbatch, layer) in enumerate(places)
+            if step <= last_step
+        ]
+        if len(kept) == len(loads):
             return
         if kept:
-            _write_file(
-                [keys[i] for i in kept],
-                [loads.load[i] for i in kept],
-                [loads.prediction(i) for i in kept],
-                self._files.shortened(path, keys[kept[-1]][0]),
-            )
+            _write_file(kept, self._files.shortened(path, kept[-1].step))
         path.unlink()
 
 
-def _write_file(
-    keys: list[Key], loads: list[Tensor], predicted: list[Tensor | None], path: Path
-) -> None:
-    step, microbatch, layer = torch.tensor(keys).T.contiguous()
-    trace = {"step": step, "microbatch": microbatch, "layer": layer}
-    load, known = torch.stack(loads), None
-    if any(one is not None for one in predicted):
+def _write_file(loads: list[_Load], path: Path) -> None:
+    places = torch.tensor([one[: len(TRACE_FIELDS)] for one in loads]).T.contiguous()
+    load, predicted = torch.stack([one.load for one in loads]), None
+    if any(one.predicted is not None for one in loads):
         nothing = torch.full_like(load[0], -1)
-        known = torch.stack([nothing if one is None else one for one in predicted])
-    write_loads(path, Loads(load, trace, known), overwrite=True)
+        predicted = torch.stack(
+            [nothing if one.predicted is None else one.predicted for one in loads]
+        )
+    trace = dict(zip(TRACE_FIELDS, places, strict=True))
+    write_loads(path, Loads(load, trace, predicted), overwrite=True)

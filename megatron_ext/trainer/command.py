@@ -64,9 +64,15 @@ def main(
             if not options.print:
                 check_early(config)
             say_loading()
-            from megatron_ext.trainer.train import run
+            from megatron_ext.trainer.train import check, train
 
-            run(config, options)
+            if options.print:
+                from omegaconf import OmegaConf
+
+                sys.stdout.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
+                check(config, num_ranks=options.ranks)
+            else:
+                train(config, num_ranks=options.ranks, verbose=options.verbose)
     except ModuleNotFoundError as missing:
         said.error(of_extra(missing))
 

@@ -32,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_ext.arguments import WRONG_USAGE, did_you_mean, one_line
 from megatron_ext.balance.strategies import unknown_strategy
-from megatron_ext.config import BalanceConfig, ConfigError, Section, no_setting, wrong_value
+from megatron_ext.config import BalanceConfig, ConfigError, no_setting, wrong_value
 from megatron_ext.files.recipes import recipe_names, shipped_recipes
 from megatron_ext.files.yaml_files import check_yaml, faults_of, read_yaml
 from megatron_ext.trainer.config import MEGATRON_NAMES, DataConfig, TrainConfig
@@ -52,6 +52,9 @@ _RUN_CODE = (
 
 _MOST_NAMED = 200
 """How often Hydra may look up what defaults name: ten times any recipe's."""
+
+_SECTIONS: dict[str, Any] = {kind.NAME: kind for kind in TrainConfig.kinds()}
+"""The classes of all sections, by their names."""
 
 ConfigStore.instance().store(SCHEMA, TrainConfig)
 
@@ -94,12 +97,9 @@ def load_without_data(
     *,
     num_ranks: int | None,
 ) -> tuple[TrainConfig, int]:
-    """Compose and check a run whose data need not be there, and find everything that is wrong.
+    """Compose and check a run whose data need not be there; return the run and its ranks.
 
     Arguments are those of `load_config` and `check`.
-
-    Returns:
-        The run, and its ranks.
 
     Raises:
         ConfigError: With all problems. An override that cannot be read does not hide others.
@@ -280,11 +280,7 @@ class _Recipes(FileConfigSource):
         return "recipes"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """See `ConfigSource`.
-
-        Raises:
-            ValueError: See `read_yaml`; or the file has settings of Hydra.
-        """
+        """See `ConfigSource`."""
         path = Path(self.path, self._normalize_file_name(config_path))
         text = check_yaml(path) if path.exists() else ""
         with faults_of(path):
@@ -302,11 +298,7 @@ class _Recipes(FileConfigSource):
         return result
 
     def count(self) -> None:
-        """Count what defaults name: recipes can name each other without end, or each other twice.
-
-        Raises:
-            ValueError: It is more than in any recipe.
-        """
+        """Count what defaults name: recipes can name each other without end."""
         self._named += 1
         if self._named > _MOST_NAMED:
             raise ValueError(f"{self.path}: the defaults of recipes name too many, or each other")
@@ -373,22 +365,12 @@ def _of_the_command_line(composed: DictConfig, overrides: Sequence[str]) -> list
 def _unknown_settings(composed: DictConfig) -> list[str]:
     """Return the settings from `+section.name=value` that no section has, a problem each."""
     problems = []
-    for name, kind in _sections_of(TrainConfig).items():
+    for name, kind in _SECTIONS.items():
         known = {each.name for each in dataclasses.fields(kind)}
         section = OmegaConf.select(composed, name) if name else composed
         keys = map(str, section if isinstance(section, DictConfig) else ())
         problems += [no_setting(kind, key) for key in keys if key not in known]
     return problems
-
-
-def _sections_of(section: Any, name: str = "") -> dict[str, Any]:
-    """Return the classes of a section and of those inside, by their names."""
-    found = {name: section}
-    for each in dataclasses.fields(section):
-        kind: Any = each.default_factory
-        if isinstance(kind, type) and issubclass(kind, Section):
-            found |= _sections_of(kind, f"{name}.{each.name}".lstrip("."))
-    return found
 
 
 def _hydra_problem(error: Exception) -> str:
@@ -421,8 +403,7 @@ def _hydra_problem(error: Exception) -> str:
         r"In '(.*)': .*\nMerge error: \w+ is not a subclass of (\w+)\. value: (.*)", said
     )
     if found:  # It names no setting.
-        kinds = _sections_of(TrainConfig).items()
-        name = next(name for name, kind in kinds if kind.__name__ == found[2])
+        name = next(name for name, kind in _SECTIONS.items() if kind.__name__ == found[2])
         return f"{found[1]}.yaml: {name} ({found[3]}) must be a mapping"
     if found := re.match(r"In '(.*)': \w+ raised while composing config:\n(.*)", said):
         name = re.search(r"^\s*full_key: (\S+)", said, re.MULTILINE)
@@ -448,10 +429,9 @@ def _unknown_setting(name: str, word: str) -> str:
         here = f"; here it is {MEGATRON_NAMES[key]}" if key in MEGATRON_NAMES else ""
         plus = "" if here else f": +{word}"
         return f"{name}: settings of Megatron are added with a plus{plus}{here}"
-    sections = _sections_of(TrainConfig)
-    owner = sections.get(section)
+    owner = _SECTIONS.get(section)
     if owner is None:
-        near = did_you_mean(section, [each for each in sections if each])
+        near = did_you_mean(section, filter(None, _SECTIONS))
         return f"{name}: there is no section {section}{near}"
     if not section and key in BalanceConfig.__dataclass_fields__:
         return f"{name}: there is no setting of this name; it is balance.{key}"
@@ -461,7 +441,7 @@ def _unknown_setting(name: str, word: str) -> str:
 def _wrong_value(name: str, value: str) -> str | None:
     """Say what a setting must be that got a value of another type; None for no setting."""
     section, _, key = name.rpartition(".")
-    owner = _sections_of(TrainConfig).get(section)
+    owner = _SECTIONS.get(section)
     if owner is None or key not in owner.__dataclass_fields__:
         return None
     return wrong_value(owner, key, None if value == "null" else value)

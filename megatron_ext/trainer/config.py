@@ -6,10 +6,10 @@ Those of its balancing are in `megatron_ext/config.py`. Recipes (YAML) hold only
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 from megatron_ext.config import MOST_WAIT_S, BalanceConfig, Section, setting
 from megatron_ext.telemetry.names import MAX_KEYS
@@ -44,10 +44,8 @@ MEGATRON_NAMES = {
 
 
 @dataclass(kw_only=True, slots=True)
-class ModelConfig(Section):
+class ModelConfig(Section, name="model"):
     """A GPT with experts in its layers. The section `megatron` takes more settings."""
-
-    NAME: ClassVar[str] = "model"
 
     num_layers: int = setting(4, least=1, most=MOST_LAYERS)
     """Transformer layers of the whole model."""
@@ -91,26 +89,20 @@ class ModelConfig(Section):
     precision: str = setting("fp32", choices=("fp32", "bf16"))
     """Type of weights and activations: `fp32` or `bf16` (with fp32 main weights and gradients)."""
 
-    def relation_problems(self) -> list[str]:
+    def relation_problems(self) -> Iterator[str]:
         """See `Section.relation_problems`."""
-        problems = []
         if self.topk > self.num_experts >= 1:
-            problems.append(
-                f"model.topk ({self.topk}) must be <= model.num_experts ({self.num_experts})"
-            )
+            yield f"model.topk ({self.topk}) must be <= model.num_experts ({self.num_experts})"
         if self.num_dense_layers >= self.num_layers >= 1:
-            problems.append(
+            yield (
                 f"model.num_dense_layers ({self.num_dense_layers}) must be < "
                 f"model.num_layers ({self.num_layers})"
             )
-        return problems
 
 
 @dataclass(kw_only=True, slots=True)
-class ParallelConfig(Section):
+class ParallelConfig(Section, name="parallel"):
     """How the model is spread over ranks. Ranks beyond these sizes are data-parallel."""
-
-    NAME: ClassVar[str] = "parallel"
 
     num_ranks: int = setting(0, least=0)
     """Ranks that a run of this recipe has at least; 0 is any number that fits the sizes below."""
@@ -135,29 +127,25 @@ class ParallelConfig(Section):
     overlap_param_gather: bool = False
     """Gather updated weights during the next forward; needs the two settings above."""
 
-    def relation_problems(self) -> list[str]:
+    def relation_problems(self) -> Iterator[str]:
         """See `Section.relation_problems`."""
-        problems = []
         if self.vpp_size > 1 and self.pp_size == 1:
-            problems.append(
+            yield (
                 f"parallel.vpp_size ({self.vpp_size}) must be 1 without a pipeline "
                 "(parallel.pp_size is 1)"
             )
         if self.overlap_param_gather and not (
             self.distributed_optimizer and self.overlap_grad_reduce
         ):
-            problems.append(
+            yield (
                 "parallel.overlap_param_gather (True) needs parallel.distributed_optimizer and "
                 "parallel.overlap_grad_reduce"
             )
-        return problems
 
 
 @dataclass(kw_only=True, slots=True)
-class DataConfig(Section):
+class DataConfig(Section, name="data"):
     """Which text is trained on, and how much of it in a step."""
-
-    NAME: ClassVar[str] = "data"
 
     path: str = MISSING
     """Folder made by `megatron-ext data build`; or, as Megatron's `--data-path` in quotes, prefixes
@@ -194,10 +182,8 @@ class DataConfig(Section):
 
 
 @dataclass(kw_only=True, slots=True)
-class OptimizerConfig(Section):
+class OptimizerConfig(Section, name="optimizer"):
     """Adam and its schedule: linear warm-up, then decay until the last step."""
-
-    NAME: ClassVar[str] = "optimizer"
 
     lr: float = setting(1e-3, least=0)
     """Highest learning rate, reached at the end of the warm-up."""
@@ -219,18 +205,15 @@ class OptimizerConfig(Section):
     clip_grad: float = setting(1.0, least=0)
     """Largest norm of all gradients together; larger ones are scaled down. 0 does not clip."""
 
-    def relation_problems(self) -> list[str]:
+    def relation_problems(self) -> Iterator[str]:
         """See `Section.relation_problems`."""
         if self.min_lr > self.lr:
-            return [f"optimizer.min_lr ({self.min_lr}) must be <= optimizer.lr ({self.lr})"]
-        return []
+            yield f"optimizer.min_lr ({self.min_lr}) must be <= optimizer.lr ({self.lr})"
 
 
 @dataclass(kw_only=True, slots=True)
-class LoggingConfig(Section):
+class LoggingConfig(Section, name="logging"):
     """Where a run reports, besides `metrics.jsonl` and the display of rank 0."""
-
-    NAME: ClassVar[str] = "logging"
 
     every: int = setting(1, least=1)
     """Steps between two plain progress lines, where the display is not a terminal; the first step
@@ -265,30 +248,25 @@ class LoggingConfig(Section):
     tensorboard: bool = False
     """Write the same metrics for TensorBoard, to `tensorboard/` in the run directory."""
 
-    def relation_problems(self) -> list[str]:
+    def relation_problems(self) -> Iterator[str]:
         """See `Section.relation_problems`."""
         wanted = {"tensorboard": self.tensorboard, "wandb": self.wandb in ("offline", "online")}
-        problems = [
-            f"logging.{name} ({getattr(self, name)!r}) needs the package {name}: "
-            f"pip install 'megatron-ext[{name}]'"
-            for name, is_wanted in wanted.items()
-            if is_wanted and not importlib.util.find_spec(name)
-        ]
+        for name, is_wanted in wanted.items():
+            if is_wanted and not importlib.util.find_spec(name):
+                yield (
+                    f"logging.{name} ({getattr(self, name)!r}) needs the package {name}: "
+                    f"pip install 'megatron-ext[{name}]'"
+                )
         if self.route_samples > 0 and not self.trace_steps:
-            problems.append(
-                f"logging.route_samples ({self.route_samples}) needs logging.trace_steps > 0"
-            )
-        return problems
+            yield f"logging.route_samples ({self.route_samples}) needs logging.trace_steps > 0"
 
 
 @dataclass(kw_only=True, slots=True)
-class ProfileConfig(Section):
+class ProfileConfig(Section, name="profile"):
     """Steps that are recorded operator by operator, into one trace for Perfetto.
 
     A recorded step takes longer, and needs memory for some 200 bytes an operator.
     """
-
-    NAME: ClassVar[str] = "profile"
 
     steps: int = setting(0, least=0)
     """Steps that are recorded; 0 records none."""
@@ -298,18 +276,15 @@ class ProfileConfig(Section):
     ranks: list[int] = field(default_factory=list)
     """Ranks that record, as [0,8]; empty is all ranks."""
 
-    def relation_problems(self) -> list[str]:
+    def relation_problems(self) -> Iterator[str]:
         """See `Section.relation_problems`."""
-        if all(rank >= 0 for rank in self.ranks) and len(set(self.ranks)) == len(self.ranks):
-            return []
-        return [f"profile.ranks ({self.ranks}) must be different numbers >= 0"]
+        if min(self.ranks, default=0) < 0 or len(set(self.ranks)) < len(self.ranks):
+            yield f"profile.ranks ({self.ranks}) must be different numbers >= 0"
 
 
 @dataclass(kw_only=True, slots=True)
-class CheckpointConfig(Section):
+class CheckpointConfig(Section, name="checkpoint"):
     """When to save, and where to start from. A run continues from its own newest checkpoint."""
-
-    NAME: ClassVar[str] = "checkpoint"
 
     every: int = setting(0, least=0)
     """Steps between two checkpoints; 0 saves none."""
@@ -335,10 +310,8 @@ class CheckpointConfig(Section):
 
 
 @dataclass(kw_only=True, slots=True)
-class HardwareConfig(Section):
+class HardwareConfig(Section, name="hardware"):
     """The machine that a recipe is for. Files of `recipes/hardware` have these fields."""
-
-    NAME: ClassVar[str] = "hardware"
 
     summary: str = ""
     """One line about the machine; empty is any machine."""
@@ -364,8 +337,6 @@ class HardwareConfig(Section):
 @dataclass(kw_only=True, slots=True)
 class TrainConfig(Section):
     """A training run. Together with the data, everything that determines its result."""
-
-    NAME: ClassVar[str] = ""
 
     recipe: str = ""
     """Name of the recipe that the settings began with; it is filled in."""
@@ -420,15 +391,15 @@ class TrainConfig(Section):
         """How long process groups wait: longer than the watchdog, which can name who hangs."""
         return timedelta(seconds=2 * self.timeout_s)
 
-    def relation_problems(self) -> list[str]:
+    def relation_problems(self) -> Iterator[str]:
         """See `Section.relation_problems`."""
-        problems = [] if self.run_dir else ["run_dir ('') must name a folder"]
+        if not self.run_dir:
+            yield "run_dir ('') must name a folder"
         if self.eval_every > 0 and self.data.validation_fraction == 0:
-            problems.append(f"eval_every ({self.eval_every}) needs data.validation_fraction > 0")
+            yield f"eval_every ({self.eval_every}) needs data.validation_fraction > 0"
         profile = self.profile
         if profile.steps > 0 and profile.first + profile.steps - 1 > self.steps:
-            problems.append(
+            yield (
                 f"profile.first ({profile.first}) + profile.steps ({profile.steps}) must be "
                 f"<= steps + 1 ({self.steps + 1}): the run ends before"
             )
-        return problems

@@ -25,11 +25,7 @@ _FIRST_FILES = 64 << 10
 
 
 def check_early(config: TrainConfig) -> None:
-    """Check what can be checked at once.
-
-    Raises:
-        ConfigError: With all problems.
-    """
+    """Raise a `ConfigError` with all problems that can be found at once, if there are some."""
     if problems := early_problems(config):
         raise ConfigError(problems)
 
@@ -64,20 +60,17 @@ def early_problems(config: TrainConfig, *, needs_data: bool = True) -> list[str]
 def run_dir_problems(config: TrainConfig, *, begins: bool) -> list[str]:
     """Return whether the run's folder cannot be written, or metrics in it cannot be continued.
 
-    A folder in which another user has a say is refused.
-
-    A run that begins must not lose the steps of an earlier one.
+    A folder in which another user has a say is refused. A run that begins must not lose the steps
+    of an earlier one.
     """
     run_dir = Path(config.run_dir)
     try:
         check_free(run_dir / METRICS_FILE, overwrite=True)
         if run_dir.exists():
             check_ours(run_dir)
-        for file in (
-            LOCK_FILE,
-            *(f"{LOGS_FOLDER}/{name}" for name in names_in(run_dir / LOGS_FOLDER)),
-        ):
-            check_writes(run_dir / file)
+        logs = run_dir / LOGS_FOLDER
+        for path in (run_dir / LOCK_FILE, *(logs / name for name in names_in(logs))):
+            check_writes(path)
         if begins:
             check_room(run_dir, _FIRST_FILES)
         for file in METRICS_FILE, LAYERS_FILE:

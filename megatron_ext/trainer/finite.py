@@ -13,7 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megatron_ext.mcore.grouped_experts import GroupedExperts
 from megatron_ext.trainer.config import TrainConfig
-from megatron_ext.trainer.ranks.launch import NO_RESTART
+from megatron_ext.trainer.ranks.launch import end_all
 from megatron_ext.transport.reach import gather
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class StepGuard:
         found = self._look()
         said = f"step {step}: the state is not saved: {_told(found)}"
         if self._policy != "ignore" and _stays(found):
-            _end_run(said)
+            end_all(said)
         _warn(said)
         return False
 
@@ -100,9 +100,9 @@ class StepGuard:
         was = "was" if made else "was not"
         said = f"step {step}: {what}: {_told(found)}; the optimizer step {was} made"
         if self._policy == "stop":
-            _end_run(f"{said} (on_nan=stop)")
+            end_all(f"{said} (on_nan=stop)")
         if _stays(found):
-            _end_run(f"{said}, and no later step can mend this (on_nan={self._policy})")
+            end_all(f"{said}, and no later step can mend this (on_nan={self._policy})")
         _warn(said)
 
     def _look(self, losses: Sequence[float] = ()) -> list[_Place]:
@@ -248,10 +248,3 @@ def _place_name(layer: int | None, expert: int | None, name: str) -> str:
 def _warn(said: str) -> None:
     if dist.get_rank() == 0:
         logger.warning("warning: %s", said)
-
-
-def _end_run(said: str) -> NoReturn:
-    if dist.get_rank() == 0:
-        sys.stderr.write(f"error: {said}\n")
-    dist.barrier()  # A rank that ends early would have the launcher end the one that speaks.
-    raise SystemExit(NO_RESTART)

@@ -82,10 +82,7 @@ class Training:
         self.layers: dict[str, Any] = {}
         """The last step's line of `layers.jsonl`, equal on all ranks."""
         heartbeat.note_layers(layers)
-        self.trace = None
-        if _writes_trace(config):
-            self.trace = TraceWriter(_step_files(config, TRACE_FOLDER), start_step=self.step)
-        self.routes = _route_recorder(config, self.chunks, self.step, manifest.vocab_size)
+        self._records = list(_records(config, layers, self.chunks, self.step, manifest.vocab_size))
         profile = config.profile
         self.profile = StepProfile(
             Path(config.run_dir), first=profile.first, steps=profile.steps, ranks=profile.ranks
@@ -167,10 +164,8 @@ class Training:
 
         self.step += 1
         loads = self.recorder.take_step()
-        if self.trace is not None:
-            self.trace.write(self.step, loads.computed)
-        if self.routes is not None:
-            self.routes.write(self.step)
+        for record in self._records:
+            record.write(self.step, loads.computed)
         gathered = gather_step(loads.computed, self._place, loads.own)
         with_experts = self.step % self.config.logging.heatmap_every == 0
         self.layers = {"step": self.step, **gathered.layers(with_experts=with_experts)}
@@ -197,7 +192,8 @@ class Training:
         """Save the state, unless it is not finite, or comes of plans that differed."""
         heartbeat.note("save")
         check_agreement(self.chunks)
-        self.flush()
+        for record in self._records:
+            record.flush()
         with build.whole_parameters(self.config, self.chunks):
             if self.guard.may_save(self.step):
                 self.checkpoints.save(self.step)
@@ -211,21 +207,12 @@ class Training:
         if written := self.profile.write(counters):
             logger.info("profile: %s, for https://ui.perfetto.dev", written)
 
-    def flush(self) -> None:
-        """Write the loads and choices of the steps so far: before a checkpoint of these steps."""
-        if self.trace is not None:
-            self.trace.flush()
-        if self.routes is not None:
-            self.routes.flush(self.step)
-
     def close(self) -> None:
         """Write everything not yet written, also after an error."""
         self.recorder.close()
         self.profile.close()
-        if self.trace is not None:
-            self.trace.close()
-        if self.routes is not None:
-            self.routes.close(self.step)
+        for record in self._records:
+            record.close()
 
     def evaluate(self) -> float:
         """Return the loss over the validation batches, always the same; does not touch training."""
@@ -274,41 +261,39 @@ class Training:
         return [float(report["loss"]) for report in reports]
 
 
-def _writes_trace(config: TrainConfig) -> bool:
-    """Whether this rank writes the trace of its pipeline stage."""
-    return (
-        config.logging.trace_steps > 0
-        and parallel_state.get_expert_model_parallel_rank() == 0
+def _records(
+    config: TrainConfig, layers: list[Any], chunks: list[Any], start_step: int, vocab_size: int
+) -> Iterator[TraceWriter | RouteRecorder]:
+    """Yield what writes loads and choices of this rank's pipeline stage, on one rank of each."""
+    options = config.logging
+    is_first = (
+        parallel_state.get_expert_model_parallel_rank() == 0
         and parallel_state.get_expert_data_parallel_rank() == 0
     )
+    if not (options.trace_steps and is_first):
+        return
 
+    def files(folder: str) -> StepFiles:
+        return StepFiles(
+            Path(config.run_dir) / folder,
+            steps_per_file=options.trace_steps,
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            pp_size=config.parallel.pp_size,
+        )
 
-def _step_files(config: TrainConfig, folder: str) -> StepFiles:
-    return StepFiles(
-        Path(config.run_dir) / folder,
-        steps_per_file=config.logging.trace_steps,
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pp_size=config.parallel.pp_size,
-    )
-
-
-def _route_recorder(
-    config: TrainConfig, chunks: list[Any], start_step: int, vocab_size: int
-) -> RouteRecorder | None:
-    layers = build.moe_layers(chunks)
-    if not _writes_trace(config) or config.logging.route_samples == 0 or not layers:
-        return None
-    layers_of_stage = config.model.num_layers // config.parallel.pp_size
-    return RouteRecorder(
-        _step_files(config, ROUTES_FOLDER),
-        chunks=chunks,
-        layers=layers,
-        samples=config.logging.route_samples,
-        start_step=start_step,
-        vocab_size=vocab_size,
-        bytes_per_token=torch.int64.itemsize
-        + layers_of_stage * config.model.topk * torch.int16.itemsize,
-    )
+    yield TraceWriter(files(TRACE_FOLDER), start_step=start_step)
+    if options.route_samples and layers:
+        layers_of_stage = config.model.num_layers // config.parallel.pp_size
+        yield RouteRecorder(
+            files(ROUTES_FOLDER),
+            chunks=chunks,
+            layers=layers,
+            samples=options.route_samples,
+            start_step=start_step,
+            vocab_size=vocab_size,
+            bytes_per_token=torch.int64.itemsize
+            + layers_of_stage * config.model.topk * torch.int16.itemsize,
+        )
 
 
 def _forward_step(

@@ -130,7 +130,7 @@ def build_data(path: Path) -> None:
     logger.info("gathering text into %s", CORPUS)
     gather_corpus(CORPUS, limit_bytes=DOMAIN_BYTES, overwrite=True, on_bytes=lambda _: None)
     domains = sorted(str(domain) for domain in CORPUS.iterdir() if domain.is_dir())
-    built = build_dataset(
+    manifest, _ = build_dataset(
         parse_sources(domains),
         path,
         tokenizer_file=None,
@@ -139,7 +139,7 @@ def build_data(path: Path) -> None:
         overwrite=False,
         on_bytes=lambda _: None,
     )
-    for name, domain in built.manifest.domains.items():
+    for name, domain in manifest.domains.items():
         logger.info("%s: %d documents, %d tokens", name, domain.documents, domain.tokens)
 
 

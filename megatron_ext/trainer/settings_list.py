@@ -29,25 +29,21 @@ class Setting(NamedTuple):
     """What it is, with its unit."""
 
 
-def sections(kind: type[Section] = TrainConfig) -> Iterator[tuple[type[Section], list[Setting]]]:
-    """Walk a section and the sections in it: each with its own settings, in their order.
+def sections(whole: type[Section] = TrainConfig) -> Iterator[tuple[type[Section], list[Setting]]]:
+    """Walk a section and those inside, each with its own settings, in their order.
 
     Raises:
         KeyError: A setting has no text below it.
     """
-    docs, words = field_docs(kind), allowed_values(kind)
-    own: list[Setting] = []
-    inside: list[Any] = []
-    for each in fields(cast("Any", kind)):
-        made: Any = each.default_factory
-        if isinstance(made, type) and issubclass(made, Section):
-            inside.append(made)
-            continue
-        name = f"{kind.NAME}.{each.name}".lstrip(".")
-        own.append(Setting(name, words[each.name], _default(each), docs[each.name]))
-    yield kind, own
-    for section in inside:
-        yield from sections(section)
+    kinds = whole.kinds()
+    for kind in kinds:
+        docs, words = field_docs(kind), allowed_values(kind)
+        own = []
+        for each in fields(cast("Any", kind)):
+            if each.default_factory not in kinds:
+                name = f"{kind.NAME}.{each.name}".lstrip(".")
+                own.append(Setting(name, words[each.name], _default(each), docs[each.name]))
+        yield kind, own
 
 
 def settings_text(width: int) -> str:

@@ -1,23 +1,20 @@
 """A training run, from its settings to its ranks.
 
-The settings come from `compose.py`. They are checked before any process group
-exists. Under torchrun this process is one rank; otherwise it starts the ranks on this machine
-itself (`trainer/ranks/launch.py`). What a rank does is in `trainer/loop.py`.
+The settings come from `compose.py`. They are checked before any process group exists. Under
+torchrun this process is one rank; otherwise it starts the ranks on this machine itself
+(`trainer/ranks/launch.py`). What a rank does is in `trainer/loop.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import os
 import stat
-import sys
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 
 from megatron_ext.balance.solve import idle_slots
 from megatron_ext.balance.strategies import get_strategy
@@ -35,20 +32,6 @@ from megatron_ext.trainer.ranks.watchdog import watch_over
 from megatron_ext.trainer.validate import expert_shards, validate
 
 logger = logging.getLogger(__name__)
-
-
-def run(config: TrainConfig, options: argparse.Namespace) -> None:
-    """Train by the settings and the words of a command line, as `command.py` has read them.
-
-    Raises:
-        ConfigError: The settings are wrong; nothing was started.
-        SystemExit: With status 1 if a rank failed; with 128 + its number if a signal ended the run.
-    """
-    if options.print:
-        sys.stdout.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
-        check(config, num_ranks=options.ranks)
-        return
-    train(config, num_ranks=options.ranks, verbose=options.verbose)
 
 
 def train(config: TrainConfig, *, num_ranks: int | None = None, verbose: bool = False) -> None:
@@ -87,10 +70,7 @@ def train(config: TrainConfig, *, num_ranks: int | None = None, verbose: bool = 
 
 
 def check(config: TrainConfig, *, num_ranks: int | None = None, needs_data: bool = True) -> int:
-    """Check the settings of a run, and warn of those without effect.
-
-    Returns:
-        The ranks that the run would have.
+    """Check the settings of a run, warn of those without effect, and return the run's ranks.
 
     Raises:
         ConfigError: The settings are wrong.

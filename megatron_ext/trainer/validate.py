@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
@@ -44,30 +44,30 @@ def validate(config: TrainConfig, *, num_ranks: int, needs_data: bool = True) ->
         field_problems(type(section), section) for section in (config, *config.sections())
     )
     if values_fit:
-        problems += _check_sections(config) + _check_ranks(config, num_ranks)
+        problems += _check_sections(config)
+        problems += _check_ranks(config, num_ranks)
         problems += _check_domain(config)
     if not problems:
-        problems = _check_placement(config)
+        problems += _check_placement(config)
     problems += _check_megatron(config, values_fit=values_fit, sizes_fit=not problems)
     problems += _check_needed_file(config)
-    problems += _check_hooks(config) if values_fit else []
-    problems += _check_engine(config) if needs_data else []
+    problems += _check_hooks(config) if values_fit else ()
+    problems += _check_engine(config) if needs_data else ()
     if needs_data or has_data(config):
         problems += _check_data(config, values_fit=values_fit)
     problems += run_dir_problems(config, begins=needs_data)
     if not problems:
-        problems = _check_checkpoint(config)
+        problems += _check_checkpoint(config)
     if problems:
         raise ConfigError(problems)
 
 
-def _multiple(value: int, name: str, of: int, of_name: str) -> list[str]:
+def _multiple(value: int, name: str, of: int, of_name: str) -> Iterator[str]:
     if value % of:
-        return [f"{name} ({value}) must be a multiple of {of_name} ({of})"]
-    return []
+        yield f"{name} ({value}) must be a multiple of {of_name} ({of})"
 
 
-def _check_sections(config: TrainConfig) -> list[str]:
+def _check_sections(config: TrainConfig) -> Iterator[str]:
     """Check sizes of one section that must divide or fit sizes of another section."""
     from megatron_ext.trainer.model.settings import UNEVEN_STAGES
 
@@ -81,24 +81,23 @@ def _check_sections(config: TrainConfig) -> list[str]:
         divided.append(("model.num_layers", "parallel.pp_size * parallel.vpp_size"))
     if not (config.megatron.get("kv_channels") or config.megatron.get("multi_latent_attention")):
         divided.append(("model.hidden_size", "model.num_attention_heads"))
-    problems = _check_uneven_stages(config)
+    yield from _check_uneven_stages(config)
     for name, by in divided:
         size = math.prod(attrgetter(factor)(config) for factor in by.split(" * "))
-        problems += _multiple(attrgetter(name)(config), name, size, by)
+        yield from _multiple(attrgetter(name)(config), name, size, by)
     if samples and tp_size > 1:
-        problems.append(
+        yield (
             f"logging.route_samples ({samples}) must be 0 with parallel.tp_size ({tp_size}) > 1: "
             "no rank's router sees whole samples"
         )
     if samples and config.megatron.get("overlap_moe_expert_parallel_comm"):
-        problems.append(
+        yield (
             f"logging.route_samples ({samples}) must be 0 with "
             "megatron.overlap_moe_expert_parallel_comm: the model is not called with its tokens"
         )
-    return problems
 
 
-def _check_uneven_stages(config: TrainConfig) -> list[str]:
+def _check_uneven_stages(config: TrainConfig) -> Iterator[str]:
     """Check the layers that a first and last pipeline stage of their own leave to the others."""
     parallel = config.parallel
     own = {
@@ -106,17 +105,15 @@ def _check_uneven_stages(config: TrainConfig) -> list[str]:
         for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
         if isinstance(layers := config.megatron.get(name), int) and layers
     }
-    if not own:
-        return []
     layers, stages = config.model.num_layers - sum(own.values()), parallel.pp_size - len(own)
-    if layers >= 0 and layers % (stages * parallel.vpp_size) == 0 if stages > 0 else layers == 0:
-        return []
-    given = " and ".join(f"megatron.{name} ({value})" for name, value in own.items())
-    return [
-        f"{given} must leave layers that divide by the other stages: {layers} of "
-        f"model.num_layers ({config.model.num_layers}) for {stages} of "
-        f"parallel.pp_size ({parallel.pp_size})"
-    ]
+    fits = layers >= 0 and layers % (stages * parallel.vpp_size) == 0 if stages > 0 else layers == 0
+    if own and not fits:
+        given = " and ".join(f"megatron.{name} ({value})" for name, value in own.items())
+        yield (
+            f"{given} must leave layers that divide by the other stages: {layers} of "
+            f"model.num_layers ({config.model.num_layers}) for {stages} of "
+            f"parallel.pp_size ({parallel.pp_size})"
+        )
 
 
 def expert_shards(config: TrainConfig) -> int:
@@ -127,67 +124,66 @@ def expert_shards(config: TrainConfig) -> int:
     return max(1, shards) if isinstance(shards, int) else 1
 
 
-def _check_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
+def _check_ranks(config: TrainConfig, num_ranks: int) -> Iterator[str]:
     """Check that parallel sizes divide the number of ranks, and that batches fit these ranks."""
     parallel, data = config.parallel, config.data
     if num_ranks < 1:
-        return [f"the number of ranks ({num_ranks}) must be >= 1"]
-    problems = _check_recipe_ranks(config, num_ranks)
+        yield f"the number of ranks ({num_ranks}) must be >= 1"
+        return
+    yield from _check_recipe_ranks(config, num_ranks)
     if beyond := [rank for rank in config.profile.ranks if rank >= num_ranks]:
-        problems.append(f"profile.ranks ({beyond}) must be < the number of ranks ({num_ranks})")
+        yield f"profile.ranks ({beyond}) must be < the number of ranks ({num_ranks})"
     shards = expert_shards(config)
     per_expert = " * megatron.expert_tensor_parallel_size" if shards > 1 else ""
     for size, name in (
         (parallel.ep_size * shards, f"parallel.ep_size{per_expert}"),
         (parallel.tp_size, "parallel.tp_size"),
     ):
-        problems += _multiple(
+        yield from _multiple(
             num_ranks, "the number of ranks", size * parallel.pp_size, f"{name} * parallel.pp_size"
         )
     if num_ranks % (parallel.tp_size * parallel.pp_size):
-        return problems
+        return
     of_microbatch = data.micro_batch_size * num_ranks // (parallel.tp_size * parallel.pp_size)
-    problems += _multiple(
+    yield from _multiple(
         data.global_batch_size,
         "data.global_batch_size",
         of_microbatch,
         "data.micro_batch_size * data-parallel ranks",
     )
     if parallel.vpp_size > 1:
-        problems += _multiple(
+        yield from _multiple(
             data.global_batch_size // of_microbatch,
             "microbatches of a step",
             parallel.pp_size,
             "parallel.pp_size",
         )
-    return problems
 
 
-def _check_recipe_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
+def _check_recipe_ranks(config: TrainConfig, num_ranks: int) -> Iterator[str]:
     wanted = config.parallel.num_ranks
     if num_ranks >= wanted:
-        return []
+        return
     nearest = nearest_recipe(config.recipe, recipe_names(shipped_recipes()), num_ranks=num_ranks)
     near = f"the nearest recipe for so many is {nearest}; " if nearest else ""
-    return [
+    yield (
         f"the number of ranks ({num_ranks}) must be >= parallel.num_ranks ({wanted}): {near}"
         "size=tiny makes the model small enough for ranks without a GPU"
-    ]
+    )
 
 
-def _check_domain(config: TrainConfig) -> list[str]:
+def _check_domain(config: TrainConfig) -> Iterator[str]:
     """Check that EP groups are in one NVLink domain, unless a setting gives the domain's size."""
     ep_size, domain = config.parallel.ep_size, config.hardware.domain_ranks
     strategy = STRATEGIES.get(config.balance.strategy)
-    if domain is None or ep_size <= domain or config.balance.domain_ranks:
-        return []
-    if strategy is None or strategy.kind is not strategy.planner:  # There are no replicas.
-        return []
-    return [
+    has_replicas = strategy is not None and strategy.kind is strategy.planner
+    if domain is None or ep_size <= domain or config.balance.domain_ranks or not has_replicas:
+        return
+    yield (
         f"parallel.ep_size ({ep_size}) must be <= {domain}, the ranks of an NVLink domain "
         f"({config.hardware.summary}), or balance.nvlink_domain must say how many ranks reach each "
         f"other: balance.nvlink_domain={domain} keeps replicas inside"
-    ]
+    )
 
 
 def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -> list[str]:
@@ -250,20 +246,20 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
     return problems
 
 
-def _check_engine(config: TrainConfig) -> list[str]:
+def _check_engine(config: TrainConfig) -> Iterator[str]:
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     from megatron_ext.trainer.model.settings import recipe_of
 
     asked, recipe = config.model.transformer_impl, recipe_of(config)
     if HAVE_TE or (asked != "transformer_engine" and recipe is None):
-        return []
+        return
     what = f"quantization by {recipe}" if recipe else f"model.transformer_impl ({asked})"
     way_out = "leave out megatron.fp8" if recipe else "model.transformer_impl=local"
-    return [
+    yield (
         f"{what}: Transformer Engine is not installed: "
         f"pip install --no-build-isolation 'megatron-ext[te]', or {way_out}"
-    ]
+    )
 
 
 def _has_type(value: Any, hint: Any) -> bool:
@@ -284,10 +280,10 @@ def _has_type(value: Any, hint: Any) -> bool:
     return not isinstance(kind, type) or isinstance(value, list if kind is tuple else kind)
 
 
-def _check_placement(config: TrainConfig) -> list[str]:
+def _check_placement(config: TrainConfig) -> Iterator[str]:
     balance = config.balance
     if not balance.placement:
-        return []
+        return
     try:
         placement = read_placement(Path(balance.placement))
         layout = plan_layout(
@@ -303,24 +299,22 @@ def _check_placement(config: TrainConfig) -> list[str]:
         for layer in layers:
             LayerPlanner(balance.strategy, layout, PlanSettings(placement=placement), layer=layer)
     except (FileNotFoundError, ValueError, ModuleNotFoundError) as error:
-        return [f"balance.placement ({balance.placement}): {one_line(error)}"]
-    return []
+        yield f"balance.placement ({balance.placement}): {one_line(error)}"
 
 
-def _check_needed_file(config: TrainConfig) -> list[str]:
+def _check_needed_file(config: TrainConfig) -> Iterator[str]:
     """Check that a setting names the file without which the strategy does nothing."""
     name = config.balance.strategy
     kind = STRATEGIES[name].kind if name in STRATEGIES else None
     needs = kind.needs if isinstance(kind, StaysMegatron) else ()
-    if not needs or any(attrgetter(setting)(config) for setting in needs):
-        return []
-    return [
-        f"{' or '.join(needs)} must name a file with balance.strategy={name}: "
-        f"`megatron-ext place {name}` makes one from a run's routes"
-    ]
+    if needs and not any(attrgetter(setting)(config) for setting in needs):
+        yield (
+            f"{' or '.join(needs)} must name a file with balance.strategy={name}: "
+            f"`megatron-ext place {name}` makes one from a run's routes"
+        )
 
 
-def _check_hooks(config: TrainConfig) -> list[str]:
+def _check_hooks(config: TrainConfig) -> Iterator[str]:
     """Check the files of methods' hooks, and that the run can follow these files."""
     from megatron_ext.methods.run_hook import run_hooks
     from megatron_ext.trainer.model.settings import overridable_settings, transformer_settings
@@ -331,11 +325,10 @@ def _check_hooks(config: TrainConfig) -> list[str]:
     # If the run needs it, `_check_data` reports it.
     except (FileNotFoundError, ValueError, ModuleNotFoundError):
         vocab_size = None
-    return [
-        f"{setting} ({path}): {one_line(problem)}"
-        for setting, path, hook in run_hooks(config.data)
-        for problem in hook.problems(path, SimpleNamespace(**settings), config.balance, vocab_size)
-    ]
+    for setting, path, hook in run_hooks(config.data):
+        checked = SimpleNamespace(**settings)
+        for problem in hook.problems(path, checked, config.balance, vocab_size):
+            yield f"{setting} ({path}): {one_line(problem)}"
 
 
 def has_data(config: TrainConfig) -> bool:
@@ -347,30 +340,29 @@ def has_data(config: TrainConfig) -> bool:
     return True
 
 
-def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
+def _check_data(config: TrainConfig, *, values_fit: bool) -> Iterator[str]:
     from megatron_ext.trainer.model.build import dataset
 
     try:
         manifest = open_data(config)
-        if values_fit:
-            if 0 < config.model.vocab_size < manifest.vocab_size:
-                return [
-                    f"model.vocab_size ({config.model.vocab_size}) must be >= "
-                    f"{manifest.vocab_size}, the tokens of {config.data.path}; 0 takes these"
-                ]
+        if values_fit and 0 < config.model.vocab_size < manifest.vocab_size:
+            yield (
+                f"model.vocab_size ({config.model.vocab_size}) must be >= "
+                f"{manifest.vocab_size}, the tokens of {config.data.path}; 0 takes these"
+            )
+        elif values_fit:
             dataset(config, manifest, "train")
             if config.eval_every:
                 dataset(config, manifest, "validation")
     except (FileNotFoundError, ValueError, ModuleNotFoundError) as error:
         problem = one_line(error)
         known = problem.startswith("data.")
-        return [problem if known else f"data.path ({config.data.path}): {problem}"]
-    return []
+        yield problem if known else f"data.path ({config.data.path}): {problem}"
 
 
-def _check_checkpoint(config: TrainConfig) -> list[str]:
+def _check_checkpoint(config: TrainConfig) -> Iterator[str]:
     try:
-        checkpoint = find_checkpoint(config, {})
+        if checkpoint := find_checkpoint(config, {}):
+            yield from model_differences(config, checkpoint)
     except ValueError as error:
-        return [str(error)]
-    return model_differences(config, checkpoint) if checkpoint else []
+        yield str(error)

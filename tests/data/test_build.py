@@ -43,11 +43,11 @@ def texts(tmp_path):
 
 def test_documents_are_the_files_bytes_and_an_eod(texts, tmp_path):
     sources = parse_sources([f"{texts}/code", f"words={texts}/prose"])
-    result = build(sources, tmp_path / "out")
+    built, skipped = build(sources, tmp_path / "out")
 
-    assert result.skipped == []
+    assert skipped == {}
     manifest = Manifest.load(tmp_path / "out")
-    assert manifest == result.manifest
+    assert manifest == built
     assert (manifest.vocab_size, manifest.eod) == (257, 256)
     assert list(manifest.domains) == ["code", "words"]
     for name, folder in (("code", "code"), ("words", "prose")):
@@ -76,13 +76,13 @@ def test_build_twice_gives_equal_bytes(texts, tmp_path):
 def test_what_is_not_text_is_skipped_and_named(texts, tmp_path):
     seen = []
     sources = parse_sources([f"all={texts}/code", f"all={texts}/bad"])
-    result = build(sources, tmp_path / "out", on_bytes=seen.append)
-    assert {s.path.name: s.reason for s in result.skipped} == {
+    manifest, skipped = build(sources, tmp_path / "out", on_bytes=seen.append)
+    assert {path.name: reason for path, reason in skipped.items()} == {
         "latin1.txt": "byte 2 is not UTF-8",
         "picture.png": "it holds NUL bytes",
         "empty.txt": "it is empty",
     }
-    assert result.manifest.domains["all"].documents == 2
+    assert manifest.domains["all"].documents == 2
     assert sum(seen) == sum(f.stat().st_size for f in sources["all"])
 
 
@@ -213,7 +213,7 @@ class TestManifest:
             Manifest.load(tmp_path)
 
     def test_absolute_prefix(self, texts, tmp_path):
-        manifest = build(parse_sources([f"{texts}/prose"]), tmp_path / "out").manifest
+        manifest, _ = build(parse_sources([f"{texts}/prose"]), tmp_path / "out")
         content = json.loads((tmp_path / "out" / "manifest.json").read_text())
         content["domains"]["prose"]["prefix"] = str(tmp_path / "out" / "prose")
         (tmp_path / "manifest.json").write_text(json.dumps(content))
@@ -246,12 +246,11 @@ def tokens_of(manifest, domain):
 class TestHuggingFace:
     def test_tokens_of_a_tokenizer_file(self, texts, tmp_path):
         word_tokenizer("</s>").save(str(tmp_path / "t.json"))
-        result = build(
+        manifest, _ = build(
             parse_sources([f"{texts}/code/a.py", f"{texts}/prose"]),
             tmp_path / "out",
             tokenizer_file=tmp_path / "t.json",
         )
-        manifest = result.manifest
         assert (manifest.vocab_size, manifest.eod, manifest.eod_token) == (6, 5, "</s>")
         assert tokens_of(manifest, "a") == [[1, 2, 3, 5]]
         # It _ was a dark ... : one known word of eight.
@@ -266,9 +265,9 @@ class TestHuggingFace:
         sources = parse_sources([f"{texts}/prose"])
         with pytest.raises(ValueError, match="--eod"):
             build(sources, tmp_path / "out", tokenizer_file=tmp_path / "t.json")
-        manifest = build(
+        manifest, _ = build(
             sources, tmp_path / "out", tokenizer_file=tmp_path / "t.json", eod_token="<stop>"
-        ).manifest
+        )
         assert (manifest.eod, manifest.eod_token) == (5, "<stop>")
 
     def test_not_a_tokenizer(self, texts, tmp_path):

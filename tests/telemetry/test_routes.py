@@ -155,7 +155,7 @@ def test_choices_by_hand(tmp_path):
         run_microbatch(*SECOND)
     run_microbatch(*SECOND)
     recorder.write(1)
-    recorder.close(1)
+    recorder.close()
     routes = read_routes(tmp_path)
     assert routes.layers == (7,)
     assert routes.token.tolist() == [5, 6, 7, 8, 1, 2]
@@ -170,7 +170,7 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
     for step in range(1, 6):
         run_microbatch(*FIRST)
         recorder.write(step)
-    recorder.close(5)
+    recorder.close()
     names = [path.name for path in sorted(tmp_path.iterdir())]
     assert names == ["step_00000003_stage_0.npz", "step_00000005_stage_0.npz"]
     assert read_routes(tmp_path).num_samples == 5 * 2
@@ -182,8 +182,8 @@ def test_a_damaged_file_is_moved_aside(tmp_path, caplog):
     for step in (1, 2, 3):
         run_microbatch(*FIRST)
         recorder.write(step)
-        recorder.flush(step)
-    recorder.close(3)
+        recorder.flush()
+    recorder.close()
     names = [path.name for path in sorted(tmp_path.iterdir())]
     (tmp_path / names[0]).write_bytes(b"")
     recorder, run_microbatch = fake_recorder(tmp_path, samples=2, start_step=2)
@@ -194,7 +194,7 @@ def test_a_damaged_file_is_moved_aside(tmp_path, caplog):
     )
     run_microbatch(*FIRST)
     recorder.write(3)
-    recorder.close(3)
+    recorder.close()
     assert read_routes(tmp_path).num_samples == 2 * 2
 
 

@@ -15,7 +15,7 @@ import logging
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,8 @@ from checkpoints_tools.folder import (
     look_through_objects,
     read_checksums,
     read_run,
-    sync,
 )
+from megatron_ext.files.whole import sync
 from megatron_ext.trainer.checkpoints.choice import (
     distrust,
     find_checkpoint,
@@ -49,7 +49,7 @@ from megatron_ext.trainer.checkpoints.state import (
 from megatron_ext.trainer.checkpoints.writer import CheckpointWriter, describe, of_all, tell
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.model.settings import transformer_config
-from megatron_ext.trainer.ranks.launch import NO_RESTART
+from megatron_ext.trainer.ranks.launch import end_all
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +73,7 @@ class Checkpoints:
         self._damaged: dict[Path, str] = {}
 
     def load_newest(self) -> int:
-        """Load the newest checkpoint that is whole.
-
-        Returns:
-            The step after which it was saved; 0 if the run begins anew.
-        """
+        """Load the newest checkpoint that is whole; return its step, 0 if the run begins anew."""
         checkpoint = self._choose()
         if checkpoint is None:
             return 0
@@ -94,9 +90,9 @@ class Checkpoints:
         try:
             step, no_adam = start_from(self._chunks, self._optimizer, checkpoint)
         except ValueError as error:
-            _refuse(str(error))
+            end_all(str(error))
         if step >= self._config.steps:
-            _refuse(f"steps ({self._config.steps}) must be > {step}, where {checkpoint} begins")
+            end_all(f"steps ({self._config.steps}) must be > {step}, where {checkpoint} begins")
         left = f"Adam's state ({no_adam}), " if no_adam else ""
         logger.info(
             "starting from %s, iteration %d; not taken: %slearning rate, random generators, "
@@ -178,7 +174,7 @@ class Checkpoints:
                 return None
             found, foreign = self._look_through(checkpoint)
             if foreign:
-                _refuse(distrust(checkpoint, foreign[0]))
+                end_all(distrust(checkpoint, foreign[0]))
             if not found:
                 break
             damaged[checkpoint] = found[0]
@@ -211,7 +207,7 @@ class Checkpoints:
                 problem = str(error)
         checkpoint, damaged, problem = tell((checkpoint, damaged, problem))
         if problem:
-            _refuse(problem)
+            end_all(problem)
         return checkpoint, damaged
 
     def _unfinished(self, step: int) -> Path:
@@ -255,18 +251,10 @@ class Checkpoints:
             shutil.rmtree(self._unfinished(step), ignore_errors=True)
         said = f"the checkpoint of step {step} was not saved: {problem}"
         if self._config.checkpoint.required:
-            _refuse(f"{said} (checkpoint.required)")
+            end_all(f"{said} (checkpoint.required)")
         if dist.get_rank() == 0:
             logger.warning("warning: %s; training goes on without it", said)
 
 
 def _name(step: int) -> str:
     return f"step_{step:08d}"
-
-
-def _refuse(problem: str) -> NoReturn:
-    """End the run on all ranks, after rank 0 has said why."""
-    if dist.get_rank() == 0:
-        logger.error("error: %s", problem)
-    dist.barrier()  # A rank that ends early would have the launcher end the one that speaks.
-    raise SystemExit(NO_RESTART)

@@ -77,11 +77,7 @@ def lost_steps(config: TrainConfig) -> int:
 
 
 def finished_step(config: TrainConfig) -> int | None:
-    """Return the step of the checkpoint that the run starts from, if it is the last or later.
-
-    Raises:
-        ValueError: See `find_checkpoint`.
-    """
+    """Return the step of the checkpoint that the run starts from, if it is the last or later."""
     checkpoint = find_checkpoint(config, {})
     if checkpoint is None or not (checkpoint / RUN_FILE).exists():
         return None

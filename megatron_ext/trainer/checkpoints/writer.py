@@ -14,6 +14,7 @@ import queue
 import shutil
 import threading
 import traceback
+from collections import ChainMap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,15 +29,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from checkpoints_tools.folder import (
-    CHECKSUMS_FILE,
-    COMMON_FILE,
-    Checksum,
-    Hasher,
-    hash_file,
-    sync,
-    write_checksums,
-)
+from checkpoints_tools.folder import COMMON_FILE, Checksum, Hasher, seal
 from megatron_ext.arguments import one_line
 from megatron_ext.files.whole import NO_ROOM
 
@@ -46,7 +39,7 @@ _BYTES_AROUND = 1500
 
 @dataclass
 class _Written:
-    """What a rank has written, or why not."""
+    """What a rank, or one of its threads, has written, or why not."""
 
     results: list[Any] = field(default_factory=list)
     checksums: dict[str, Checksum] = field(default_factory=dict)
@@ -120,7 +113,7 @@ class CheckpointWriter:
         self._buckets = []
         for file in files:
             written.results += file.results
-            written.checksums[file.name] = file.checksum
+            written.checksums |= file.checksums
         written.error = next((file.error for file in files if file.error), None)
 
     def _write_once(self, everyone: list[_Written], others: dict[str, bytes]) -> None:
@@ -131,11 +124,7 @@ class CheckpointWriter:
         save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
         for name, content in others.items():
             (self._folder / name).write_bytes(content)
-        checksums = {name: checksum for one in everyone for name, checksum in one.checksums.items()}
-        once = [path for path in self._folder.iterdir() if path.name not in checksums]
-        write_checksums(self._folder, checksums | {path.name: hash_file(path) for path in once})
-        for path in (*once, self._folder / CHECKSUMS_FILE, self._folder):
-            sync(path)
+        seal(self._folder, dict(ChainMap(*(one.checksums for one in everyone))))
 
 
 class _Plan(TorchDistSaveShardedStrategy):
@@ -241,17 +230,7 @@ class _HashedStream:
         self._file.flush()
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file that was written, or why it was not."""
-
-    name: str
-    checksum: Checksum
-    results: list[Any]
-    error: str | None = None
-
-
-def _write_file(bucket: Any) -> _File:
+def _write_file(bucket: Any) -> _Written:
     stream = _HashedStream()
     # Megatron's function reports to two queues, as it may run in a process.
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -263,13 +242,13 @@ def _write_file(bucket: Any) -> _File:
     path, name, _ = bucket
     _, outcome = results.get()
     if not isinstance(outcome, Exception):
-        return _File(name, stream.hasher.checksum(), outcome)
+        return _Written(outcome, {name: stream.hasher.checksum()})
     error = describe(outcome, Path(path))
     # Its frames hold themselves, and views of buffers, over which CPython 3.12.1 crashes when it
     # collects them as garbage.
     for one in _chain(outcome):
         traceback.clear_frames(one.__traceback__)
-    return _File(name, stream.hasher.checksum(), [], error)
+    return _Written(error=error)
 
 
 def _copied(here: Any, there: Any) -> Any:

@@ -85,7 +85,6 @@ def open_bridge(folder: Path) -> Any:
     """Return the bridge of the model in a Hugging Face folder; no weight is read.
 
     Raises:
-        FileNotFoundError, ModuleNotFoundError: See `check_source` and `import_bridge`.
         ValueError: The configuration is damaged, or Bridge does not know the model's family.
     """
     check_source(folder)

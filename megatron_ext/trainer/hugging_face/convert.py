@@ -29,14 +29,13 @@ from checkpoints_tools.folder import (
     Hasher,
     check_whole,
     free_bytes,
-    hash_file,
     making,
     newest_of,
-    sync,
-    write_checksums,
+    seal,
 )
 from checkpoints_tools.tensors import Tensors
 from megatron_ext.files.arrays import check_folders
+from megatron_ext.files.whole import sync
 from megatron_ext.trainer.hugging_face.files import HubTensors, HubWriter
 from megatron_ext.trainer.hugging_face.model import HubModel, described, names_in, sizes_of
 from megatron_ext.trainer.hugging_face.settings import recipe_text
@@ -66,8 +65,6 @@ class Conversion:
         num_tensors: Tensors of Hugging Face's that are converted.
         left_out: Names of the tensors in the folder that the model does not have.
         num_bytes: Of the tensors that `write` writes.
-        write: Writes the folder; see `making`. Raises OSError or ValueError, and leaves nothing, if
-            it cannot.
     """
 
     out: Path
@@ -75,7 +72,12 @@ class Conversion:
     num_tensors: int
     left_out: list[str]
     num_bytes: int
-    write: Callable[[OnBytes], None]
+    _fill: Callable[[Path, OnBytes], None]
+
+    def write(self, on_bytes: OnBytes) -> None:
+        """Write the folder; if that raises OSError or ValueError, nothing is left."""
+        with making(self.out, self.num_bytes) as partial:
+            self._fill(partial, on_bytes)
 
     def free_bytes(self) -> int:
         """Return the room that the disk has where the folder will be."""
@@ -125,20 +127,16 @@ def importing(source: Path, out: Path) -> Iterator[Conversion]:
 
 @contextmanager
 def exporting(path: Path, like: Path, out: Path) -> Iterator[Conversion]:
-    """Check that the model of a checkpoint can be written as a Hugging Face folder.
-
-    This process is the one rank of a process group meanwhile.
+    """Check, as `importing`, that a checkpoint's model can be written as a Hugging Face folder.
 
     Args:
-        path: A checkpoint, a folder of checkpoints, or a run directory. From a folder the newest
-            checkpoint is taken.
+        path: The checkpoint, or where it is (`newest_of`).
         like: A Hugging Face folder of the same model, as the one that was imported: its
             configuration and tokenizer are copied, and its tensors' names are taken.
         out: Folder to make.
 
     Raises:
-        FileNotFoundError, FileExistsError, ModuleNotFoundError: See `importing`.
-        ValueError: The checkpoint is of another model, or damaged.
+        ValueError: The checkpoint is of another model, or damaged. Others are those of `importing`.
     """
     _check_new(out)
     saved = Tensors(newest_of(path))
@@ -167,19 +165,13 @@ def _conversion(
     tasks: list[Any],
     left_out: list[str],
 ) -> Conversion:
-    num_bytes = sum(model.num_bytes(task.param_name) for task in tasks)
-
-    def write(on_bytes: OnBytes) -> None:
-        with making(out, num_bytes) as partial:
-            fill(partial, on_bytes)
-
     return Conversion(
         out=out,
         settings=model.settings,
         num_tensors=len({name for task in tasks for name in names_in(task)}),
         left_out=left_out,
-        num_bytes=num_bytes,
-        write=write,
+        num_bytes=sum(model.num_bytes(task.param_name) for task in tasks),
+        _fill=fill,
     )
 
 
@@ -273,8 +265,5 @@ class _CheckpointFile:
         (self._folder / TABLE_FILE).write_bytes(pickle.dumps(table))
         torch.save({"iteration": 0}, self._folder / COMMON_FILE)
         save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
-        small = [path for path in self._folder.iterdir() if path.name != _DATA_FILE]
-        checksums = {path.name: hash_file(path) for path in small}
-        write_checksums(self._folder, checksums | {_DATA_FILE: self._hasher.checksum()})
-        for path in (*self._folder.iterdir(), self._folder):
-            sync(path)
+        sync(self._folder / _DATA_FILE)
+        seal(self._folder, {_DATA_FILE: self._hasher.checksum()})

@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoints_tools.folder import sync
 from megatron_ext.files.json_files import read_json
 from megatron_ext.files.opening import look_at, open_regular
+from megatron_ext.files.whole import sync
 
 _CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"

@@ -151,32 +151,20 @@ class HubModel:
         return merged
 
     def check_saved(self, checkpoint: Tensors) -> None:
-        """Check that a checkpoint has all tensors of the model, in their shapes.
-
-        Raises:
-            ValueError: It is of another model.
-        """
+        """Raise a ValueError unless a checkpoint has the tensors of the model, in their shapes."""
         vocab_size = self.settings["model"]["vocab_size"]
-        known = {piece.key for name in self._entries for piece in self.pieces(name)}
-        if more := sorted(key for key in checkpoint.keys - known if not is_of_optimizer(key)):
-            raise ValueError(
-                f"{checkpoint.folder} is not of the model of {self._source}: it has {more[0]}"
-            )
-        for name in self._entries:
-            for piece in self.pieces(name):
-                wanted = list(piece.global_shape)
-                if piece.key not in checkpoint.keys:
-                    raise ValueError(
-                        f"{checkpoint.folder} is not of the model of {self._source}: it has no "
-                        f"{piece.key}"
-                    )
-                shape = checkpoint.shape(piece.key)
-                is_padded = piece.allow_shape_mismatch and shape[0] >= vocab_size
-                if shape[is_padded:] != wanted[is_padded:]:
-                    raise ValueError(
-                        f"{checkpoint.folder} is not of the model of {self._source}: {piece.key} "
-                        f"is {shape}, not {wanted}"
-                    )
+        is_other = f"{checkpoint.folder} is not of the model of {self._source}"
+        pieces = [piece for name in self._entries for piece in self.pieces(name)]
+        more = checkpoint.keys - {piece.key for piece in pieces}
+        if more := {key for key in more if not is_of_optimizer(key)}:
+            raise ValueError(f"{is_other}: it has {min(more)}")
+        for piece in pieces:
+            if piece.key not in checkpoint.keys:
+                raise ValueError(f"{is_other}: it has no {piece.key}")
+            shape, wanted = checkpoint.shape(piece.key), list(piece.global_shape)
+            is_padded = piece.allow_shape_mismatch and shape[0] >= vocab_size
+            if shape[is_padded:] != wanted[is_padded:]:
+                raise ValueError(f"{is_other}: {piece.key} is {shape}, not {wanted}")
 
 
 @contextmanager
@@ -184,7 +172,6 @@ def described(source: Path, precision: str, num_tensors: int) -> Iterator[HubMod
     """Make the model of a folder; this process is the one rank of a group meanwhile.
 
     Raises:
-        FileNotFoundError, ModuleNotFoundError: See `open_bridge`.
         ValueError: Bridge does not know the model, or the trainer cannot make it.
     """
     bridge = open_bridge(source)

@@ -55,12 +55,9 @@ def _position_problems(described: Any) -> list[str]:
 
 
 def model_settings(described: Any, provider: Any, precision: str) -> dict[str, Any]:
-    """Return the sections `model` and `megatron` of a run that trains a model.
+    """Return the sections `model` and `megatron` of a run that trains a model, in this precision.
 
-    Args:
-        described: transformers' configuration of the model.
-        provider: Bridge's provider for it.
-        precision: The run's, as in `ModelConfig`.
+    `described` is transformers' configuration of the model, `provider` Bridge's provider for it.
 
     Raises:
         ValueError: The trainer has no setting for something that the model computes.

@@ -37,9 +37,6 @@ def keep_output(run_dir: Path, *, verbose: bool = False) -> None:
 
     Call it when logging to the terminal is set up. The terminal gets warnings and errors of all
     ranks, with the rank before each line, and everything of rank 0; tracebacks only if `verbose`.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     rank = int(os.environ["RANK"])
     path = rank_log(run_dir, rank)

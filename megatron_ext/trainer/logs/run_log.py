@@ -162,13 +162,7 @@ def _warn_of_gaps(run_dir: Path, start_step: int) -> None:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return a run's metrics, one object a step; an unfinished last line is dropped.
-
-    Null stands for a number that was not finite; here it is NaN.
-
-    Raises:
-        ValueError: A line is not the metrics of a step; the message names file and line.
-    """
+    """Return a run's metrics, one object a step: see `read_lines`."""
     return list(read_lines(run_dir / METRICS_FILE))
 
 

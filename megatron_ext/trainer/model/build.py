@@ -50,11 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 def dataset(config: TrainConfig, manifest: Manifest, split: str) -> MixedDataset:
-    """Open the split `train` or `validation` of the run's text.
-
-    Raises:
-        FileNotFoundError, ValueError: The data is not there, or does not fit the settings.
-    """
+    """Open the split `train` or `validation` of the run's text."""
     data = config.data
     return MixedDataset(
         manifest,

@@ -179,11 +179,8 @@ def dry_run(
 ) -> DryRun:
     """Build one rank of each pipeline stage on the meta device, and count.
 
-    The settings of the run were checked. `vocab_size` is the tokenizer's, without padding;
-    activations are counted at `imbalances`, busiest rank / mean.
-
-    Raises:
-        RuntimeError: The process is a rank already.
+    The settings of the run were checked, and the process is no rank. `vocab_size` is the
+    tokenizer's, without padding; activations are counted at `imbalances`, busiest rank / mean.
     """
     data, model, pp_size = config.data, config.model, config.parallel.pp_size
     batch = data.micro_batch_size * num_ranks // (config.parallel.tp_size * pp_size)
@@ -422,15 +419,9 @@ def held_by_chunks(
 ) -> Iterator[tuple[int, ...]]:
     """Walk the schedule of a pipeline stage, as Megatron does, and count microbatches in flight.
 
-    Warm-up forwards come first, then one forward and one backward in turn, the chunks taken in
-    groups of microbatches (interleaved schedule). Holds for any number of microbatches.
-
-    Args:
-        pp_size: Pipeline stages.
-        pp_rank: This stage.
-        num_chunks: Model chunks on this stage (VPP size).
-        group_size: Microbatches that a chunk takes in a row; the interleaved schedule's default is
-            `pp_size`.
+    Warm-up forwards come first, then one forward and one backward in turn. Of several chunks (VPP),
+    each takes a group of microbatches in a row; `pp_size` of them by default. Holds for any number
+    of microbatches.
 
     Yields:
         After each forward, the microbatches that each chunk holds for backward.

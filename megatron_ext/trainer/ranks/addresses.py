@@ -24,9 +24,6 @@ def resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
 
     A name may come to be known only after its machine has started, as in Kubernetes: it is looked
     up until `JOIN_TIMEOUT` is over.
-
-    Raises:
-        OSError: The name has no address.
     """
     deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
     waits = False

@@ -274,6 +274,14 @@ def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
         raise SystemExit(_status_of(error)) from error
 
 
+def end_all(problem: str, status: int = NO_RESTART) -> NoReturn:
+    """End the run on all ranks, which all call, after rank 0 has said why."""
+    if dist.get_rank() == 0:
+        logger.error("error: %s", problem)
+    dist.barrier()  # A rank that ends early would have the launcher end the one that speaks.
+    raise SystemExit(status)
+
+
 def _status_of(error: Exception) -> int:
     if isinstance(error, ConfigError):
         return WRONG_USAGE

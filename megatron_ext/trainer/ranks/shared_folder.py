@@ -6,7 +6,6 @@ it, and watchdogs would miss the ranks of other machines.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import time
@@ -17,9 +16,8 @@ import torch.distributed as dist
 from megatron_ext.arguments import WRONG_USAGE
 from megatron_ext.telemetry.heartbeat import STATUS_FOLDER, own_status, read_statuses
 from megatron_ext.trainer.config import TrainConfig
+from megatron_ext.trainer.ranks.launch import end_all
 from megatron_ext.transport.reach import gather
-
-logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
 """Longest time, in seconds, that NFS by default keeps what it once saw of a folder."""
@@ -51,10 +49,7 @@ def check_shared(config: TrainConfig) -> None:
     # Where rank 0 itself does not see it, nothing could be written: that is reported elsewhere.
     if problems[0] or not (said := next(filter(None, problems), None)):
         return
-    if dist.get_rank() == 0:
-        logger.error("error: %s", said)
-    dist.barrier()  # A rank that ends early would have the launcher end the one that speaks.
-    raise SystemExit(WRONG_USAGE)
+    end_all(said, WRONG_USAGE)
 
 
 def _appears(written: tuple[str, int, int], folder: Path, patience_s: float) -> bool:

@@ -147,11 +147,7 @@ def serialised(entity: str, project: str) -> dict[str, Any]:
 
 
 def save(entity: str | None, project: str) -> dict[str, str]:
-    """Make both at W&B; return their addresses. Without an entity they are the login's own.
-
-    Raises:
-        ValueError: There is no login on this machine.
-    """
+    """Make both at W&B; return their addresses. Without an entity they are the login's own."""
     import wandb
 
     if not wandb.login(prompt=False):

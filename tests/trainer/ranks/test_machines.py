@@ -87,7 +87,7 @@ def _check_shared(rank: int, folders: list[str], writes: bool) -> tuple[Any, lis
         Pulse(folder, status)
     torch.distributed.barrier()
     said: list[str] = []
-    shared_folder.logger.error = lambda *words: said.append(words[0] % words[1:])  # type: ignore
+    launch.logger.error = lambda *words: said.append(words[0] % words[1:])  # type: ignore
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     try:
         shared_folder.check_shared(config)
@@ -95,7 +95,7 @@ def _check_shared(rank: int, folders: list[str], writes: bool) -> tuple[Any, lis
         return ended.code, said
     finally:
         os.environ.update(LOCAL_RANK=str(rank))
-        del os.environ["LOCAL_WORLD_SIZE"], shared_folder.logger.error
+        del os.environ["LOCAL_WORLD_SIZE"], launch.logger.error
     return None, said
 
 
