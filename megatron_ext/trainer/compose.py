@@ -246,14 +246,13 @@ def _wrong_words(overrides: Sequence[str], folder: Path) -> list[str]:
     """
     problems = []
     chosen: dict[str, list[str]] = {}
-    sections = _sections_of(TrainConfig)
     for word in OverridesParser.create().parse_overrides([*dict.fromkeys(overrides)]):
         name, said = word.key_or_group, str(word.input_line)
         section, _, key = name.rpartition(".")
         options = {*recipe_names(folder / name), *recipe_names(shipped_recipes() / name)}
         has = f"the group {name} has {', '.join(sorted(options))}"
         if word.is_delete():
-            if options or key in getattr(sections.get(section), "__dataclass_fields__", ()):
+            if options or key in getattr(_SECTIONS.get(section), "__dataclass_fields__", ()):
                 rule = has if options else f"give it another value, {name}=..."
                 problems.append(f"{said}: {name} cannot be taken away; {rule}")
         elif options:
