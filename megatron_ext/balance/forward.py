@@ -10,19 +10,21 @@ calls the forward's object in backward; `push` is a plain call:
     materialized  4 wait; slot weights       8 start reducing the slots' gradients
     before_experts_backward                  4 wait for the replicas
     before_combine_backward                  4 start materializing the same replicas again, if
-                                               the layer above has not done so
+                                               neither the layer above nor a second pass has
 
 All layers share the slots, so by the time of a layer's backward another layer's replicas are in
 them. The backward materializes the replicas of the saved plan again: as soon as the experts of the
-layer above have left the slots, else from the combine's backward on. So they move beside the
-backward of the other layer's attention, and the gradient reduction beside that of this layer's.
+layer above have left the slots, else from the combine's backward on, or from the second pass of a
+recomputed forward. So they move beside the backward of the other layer's attention, and the
+gradient reduction beside that of this layer's.
 
 - The join gives `materialized` an edge of the graph. So autograd reaches the join only after the
   reduction has started, even if the MoE layer's input is cut off from the transformer layer's.
 - The mains are inputs of the join (without a join, of `materialized`). So autograd and the hooks of
   data-parallel reduction take a main's gradient for complete only with the replicas' part.
-- Where the backward runs in pieces (Megatron's combined schedule), or weight gradients are delayed,
-  the mains are no inputs of the join: `held_back.py` holds the hooks back instead.
+- The mains are no inputs of a join that another backward of autograd than the experts' comes to:
+  in Megatron's combined schedule, around a MoE layer that is recomputed alone, and with delayed
+  weight gradients. There `held_back.py` holds the hooks back instead.
 - The reduction adds the replicas' part to the `main_grad` of data-parallel training. If there is
   no `main_grad`, or the addition would round too much, autograd adds both parts.
 - With gradient accumulation fusion, the products add slot gradients to the slots' buffers.
@@ -153,11 +155,19 @@ class Forward:
     is_in_pieces: bool = False
     """Whether a program's backward is several of autograd's: of pieces, or without weight
     gradients."""
-    leaf: Tensor | None = None
-    """Where an edge begins that every whole backward of this forward reaches."""
+    holds_back: bool = False
+    """Whether DDP hears of the mains' gradients at the join, and not when autograd has them."""
+    leaf: Any | None = None
+    """A leaf of the graph that every whole backward of this forward comes to; None in a pass
+    without gradients."""
+    checkpoint: weakref.ref[Any] | None = None
+    """The checkpoint whose second pass begins with this forward; None once it has begun."""
     before: weakref.ref[Forward] | None = None
-    """The forward that used the slots before this one: mostly the layer below, whose backward comes
-    behind this one's."""
+    """The forward that planned for the slots before this one: mostly the layer below, whose
+    backward comes behind this one's."""
+    is_before_next: bool = False
+    """In a second pass: whether the backward that recomputes this forward then comes to `before`,
+    which the inner backward, this forward's own, does not know."""
     delayed: list[Forward] | None = None
     """If weight gradients are delayed, takes this forward when its experts' backward is over. The
     layer calls `reduce_delayed` after the weight gradients."""
@@ -219,20 +229,31 @@ class Forward:
 
     @property
     def is_held_back(self) -> bool:
-        """Whether DDP hears of the mains' gradients at the join, and not when autograd has them."""
-        return self.is_joined and self.is_in_pieces
+        """Whether there is a join, and DDP hears of the mains' gradients there."""
+        return self.is_joined and self.holds_back
 
-    def join(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def begin_again(self) -> None:
+        """Begin the second pass of a recomputed forward, in the backward of its checkpoint.
+
+        A join outside of the checkpoint counts if the running backward will come to it, and the
+        mains are no inputs of it: autograd would not give them the sums of another backward.
+        """
+        self.is_joined = self.is_held_back and self._is_in_running_backward
+        below = self._below
+        self.is_before_next = below is not None and below._is_in_running_backward
+
+    def join(self, hidden: Tensor, *, holds_back: bool = False) -> tuple[Tensor, Tensor]:
         """Make the point at which backward waits for the reduction, and gives the mains the sums.
 
         Returns the layer's input, and the edge for `materialized`, which has no elements. The
         backward of everything that is computed from the returned input runs beside the reduction.
-        Of a backward in pieces autograd cannot give the mains the sums, so gradients are fused: the
-        experts' is a piece by itself, or comes without weight gradients.
+        Of a backward in pieces autograd cannot give the mains the sums, so gradients are fused, and
+        the join `holds_back` the hooks: the experts' is a piece by itself, or inside of a
+        checkpoint's, or comes without weight gradients.
         """
-        assert self.mains.fused or not self.is_in_pieces, "autograd has the mains' own part"
-        self.is_joined = True
-        edge = self.leaf = _edge(hidden)
+        assert self.mains.fused or not holds_back, "autograd has the mains' own part"
+        self.is_joined, self.holds_back = True, holds_back
+        edge = self._new_edge(hidden)
         mains = () if self.is_held_back else self.mains.parameters()
         if self.is_held_back or hidden.requires_grad:
             return OnBackward.apply(self._add_to_mains, (hidden, edge), hidden, edge, *mains)
@@ -247,15 +268,15 @@ class Forward:
         the replicas that the slots hold already, int32 [R, S] as in a plan. A replica that the plan
         has in the same slot is not moved again.
         """
-        if self.buffers is not None:
-            with stage(PUSH_START):
-                replicas = self.replicas
-                if there is not None:
-                    planned = replicas.experts_in_slots
-                    missing = torch.where(planned == there.to(planned.device), -1, planned)
-                    replicas = Transfers(missing, replicas.mains_per_rank)
-                self.before, self.buffers.last_user = self.buffers.last_user, weakref.ref(self)
-                self.pushing = self._materialize(replicas)
+        if self.buffers is None or (self.pushing is not None and self._has_slots):
+            return  # The layer above has started to.
+        with stage(PUSH_START):
+            replicas = self.replicas
+            if there is not None:
+                planned = replicas.experts_in_slots
+                missing = torch.where(planned == there.to(planned.device), -1, planned)
+                replicas = Transfers(missing, replicas.mains_per_rank)
+            self.pushing = self._materialize(replicas)
 
     def materialized(self, tokens: Tensor, edge: Tensor | None = None) -> tuple[Tensor, list[Any]]:
         """Wait for the replicas; return the tokens and, by segment, the slots' weights.
@@ -280,7 +301,7 @@ class Forward:
             return tokens, constants
         views = self.mains.slot_weights(self._slot_weights(trained=True))
         if edge is None:
-            edge = self.leaf = _edge(tokens)
+            edge = self._new_edge(tokens)
         # With a join, the mains get the replicas' gradients at the join and not here.
         has_sums_here = not self.is_joined and self.delayed is None
         parameters = self.mains.parameters() if has_sums_here else ()
@@ -301,6 +322,11 @@ class Forward:
         trained = self.mains.by_segment(views, self.slot_grads, num_slots)
         pairs = zip(trained, constants, strict=True)
         return tokens, [one if one is not None else other for one, other in pairs]
+
+    def _new_edge(self, like: Tensor) -> Tensor:
+        edge = _edge(like)
+        self.leaf = get_gradient_edge(edge).node if edge.requires_grad else None
+        return edge
 
     def hide_slots(self) -> AbstractContextManager[None]:
         """Hide the slots' weights from hooks on saved tensors."""
@@ -353,7 +379,7 @@ class Forward:
         Raises:
             RuntimeError: It is for some inputs only.
         """
-        if not self.is_in_pieces and not self._is_in_whole_backward:
+        if not self.is_in_pieces and not self._is_in_running_backward:
             raise RuntimeError(
                 f"layer {self.layer_number}: with gradient_accumulation_fusion, experts add to "
                 "`main_grad` whatever gradients are asked for: call backward() without inputs, or "
@@ -370,11 +396,14 @@ class Forward:
         return (grad,)
 
     @property
-    def _is_in_whole_backward(self) -> bool:
-        """Whether the running backward is for all leaves of a graph with this forward."""
-        if self.leaf is None or not self.leaf.requires_grad:  # Of a pass without gradients.
-            return False
-        return _is_executed(get_gradient_edge(self.leaf).node)
+    def _is_in_running_backward(self) -> bool:
+        """Whether the running backward comes to this forward, and is for all leaves of its graph.
+
+        Between the two passes of a recomputed forward: whether it comes to the checkpoint.
+        """
+        if self.checkpoint is not None:
+            return (node := self.checkpoint()) is not None and _is_executed(node)
+        return self.leaf is not None and _is_executed(self.leaf)
 
     def _end_experts(self, grad: Tensor | None) -> tuple[Tensor | None, None]:
         """Let later pushes wait for the experts' backward, which reads the slots."""
@@ -383,21 +412,28 @@ class Forward:
         self.buffers.transport.note_reads()
         return grad, None
 
+    @property
+    def _below(self) -> Forward | None:
+        """`before`, if its backward is still to come and its mains are there."""
+        below = self.before() if self.before is not None else None
+        if below is None or below.is_released or below.is_in_pieces or not below.mains.stay:
+            return None
+        return below
+
     def _send_ahead(self) -> None:
         """Start to materialize the replicas that the layer below will need, if it comes next.
 
-        So they move beside the backward of attention, and not only beside that of a combine.
+        So they move beside the backward of attention, and not only beside that of a combine or, if
+        it is recomputed, beside its second pass.
         """
-        below = self.before() if self.before is not None else None
-        if below is not None and below._may_start_early:
+        below = self._below
+        if below is None or not (self.is_before_next or below._is_in_running_backward):
+            return
+        if below.checkpoint is None:
             below._rematerialize()
-
-    @property
-    def _may_start_early(self) -> bool:
-        """Whether this forward's backward will come in the running one, and its mains are there."""
-        has_plan = self.virtual_layer is not None and not self.is_released
-        is_whole = self.mains.stay and not self.is_in_pieces
-        return has_plan and is_whole and self._is_in_whole_backward
+        else:
+            with stage_of_backward(PUSH_START, below.layer_number):
+                below.pushing = below._materialize(below.replicas)
 
     def _start_reduction(
         self, grad: Tensor | None, *view_grads: Tensor | None
@@ -638,6 +674,8 @@ class VirtualLayers:
         forward.microbatch_idx = self._num_lent
         forward.virtual_layer = virtual_layer
         forward.give_back = weakref.finalize(forward, self._free.append, virtual_layer)
+        if (buffers := forward.buffers) is not None:
+            forward.before, buffers.last_planned = buffers.last_planned, weakref.ref(forward)
         self._num_lent += 1
         self._borrowers.add(forward)
         return virtual_layer

@@ -1,8 +1,9 @@
 """Holds a main's gradient back from data-parallel training until the replicas' part is in it.
 
 In a backward of one piece, autograd waits for both parts. Megatron's combined schedule of two
-microbatches runs the backward in pieces, and delayed weight gradients come after it: there a hook
-would reduce a main's gradient when its own part is there. So the hook's call waits here.
+microbatches runs the backward in pieces, a recomputed MoE layer has one of its own, and delayed
+weight gradients come after it: there a hook would reduce a main's gradient when its own part is
+there. So the hook's call waits here.
 """
 
 from __future__ import annotations
@@ -53,6 +54,6 @@ def require_complete() -> None:
         forget()
         raise RuntimeError(
             f"the gradients of {num_mains} expert weights lack the part of the replicas: backward "
-            "has run the experts of a layer, and not the layer's input; give each forward of "
-            "overlap_moe_expert_parallel_comm its whole backward"
+            "has run the experts of a layer, and not the layer's input; give each forward its "
+            "whole backward"
         )

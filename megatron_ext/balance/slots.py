@@ -74,8 +74,8 @@ class SlotBuffers:
         self._resident_columnwise = False
         self._has_directions = any(segment.has_directions for segment in segments)
         self._last_push: weakref.ref[Materializing] | None = None
-        self.last_user: weakref.ref[Any] | None = None
-        """The forward that pushed last, in its forward pass."""
+        self.last_planned: weakref.ref[Any] | None = None
+        """The forward that planned last for these slots."""
         # The last reduction. The forward keeps the reduction and its totals alive.
         self._reducing: weakref.ref[Reducing] | None = None
         # Whether a slot's gradient may be other than zero.

@@ -390,8 +390,8 @@ def _layer_times(
     What moves beside computation costs the time by which it is longer. Transfers take turns on the
     links, so the tokens' hide nothing. Forward is UltraEP's Eq. 1, and runs beside the shared
     expert. In backward, the layer above's gradients and then this layer's weights move beside the
-    layer above's dense part. Recomputing a layer moves its weights as forward does, by the same
-    plan, and no more. A MoE layer that is recomputed alone waits for its gradients.
+    layer above's dense part, and weights beside what is recomputed in front of this layer's
+    experts. The second forward uses the same plan and the same replicas.
     """
     costs, shape, hardware = machine.costs, machine.shape, machine.hardware
     picoseconds = torch.stack(
@@ -413,22 +413,25 @@ def _layer_times(
     }
     gradients = weights * _GRADIENT_BYTES * shape.expert_params / shape.replica_bytes
     window = 2 * hardware.overlap * dense
+    again = {
+        "none": torch.zeros_like(dense),
+        "selective": torch.full_like(
+            dense, machine.dense_s(2.0 * (shape.moe_dense_params - shape.attention_params))
+        ),
+        "full": dense,
+    }[shape.recompute]
+    hidden = (window - gradients).clamp(min=0.0) + hardware.overlap * again
     backward = {
-        "weights": (weights - (window - gradients).clamp(min=0.0)).clamp(min=0.0),
+        "weights": (weights - hidden).clamp(min=0.0),
         "tokens": tokens,
         "experts": 2 * experts,
-        "dense": 2 * dense,
+        "dense": 2 * dense + again,
         "reduce": (gradients - window).clamp(min=0.0),
     }
     if shape.recompute != "none":
-        backward["weights"] = (weights - beside).clamp(min=reroute)
+        backward["weights"] = backward["weights"].clamp(min=reroute)
         backward["tokens"] = 2 * tokens
         backward["experts"] = 3 * experts
-        backward["dense"] = 3 * dense
-    if shape.recompute == "selective":
-        params = shape.moe_dense_params - shape.attention_params
-        backward["dense"] = 2 * dense + machine.dense_s(2.0 * params)
-        backward["reduce"] = gradients
     return forward, backward
 
 

@@ -194,16 +194,26 @@ class BalancedMoELayer(SharedExpertsLater):
         starts.
         """
         self.drop_forward()
-        # A recomputed MoE layer has a backward of its own inside the transformer layer's backward,
-        # and a parameter must get its whole gradient in one of the two.
-        if self.layout.slots > 0 and torch.is_grad_enabled() and not self.moe_layer_recompute:
-            if self.is_in_pieces and not self.expert_weights.mains().fused:
-                return hidden_states
-            self._forward = self.begin(hidden_states.device)
-            hidden_states, edge = self._forward.join(hidden_states)
-            # With the combined schedule, an edge would take the experts' backward on to the join.
-            self._edge = None if self.is_overlapped else edge
+        if not self._can_join(hidden_states):
+            return hidden_states
+        self._forward = self.begin(hidden_states.device)
+        holds_back = self.is_in_pieces or self.moe_layer_recompute
+        hidden_states, edge = self._forward.join(hidden_states, holds_back=holds_back)
+        # With the combined schedule, an edge would take the experts' backward on to the join.
+        self._edge = None if self.is_overlapped else edge
         return hidden_states
+
+    def _can_join(self, hidden_states: Tensor) -> bool:
+        """Whether a backward will come, and may wait at the layer's input; see `Forward.join`."""
+        if self.layout.slots == 0 or not torch.is_grad_enabled():
+            return False
+        if not self.is_in_pieces and not self.moe_layer_recompute:
+            return True
+        # A checkpoint passes on no edge, so only the input's gradient leads from the experts there.
+        if self.moe_layer_recompute and not hidden_states.requires_grad:
+            return False
+        mains = self.expert_weights.mains()
+        return mains.fused and mains.stay
 
     def preprocess_behind_graph(
         self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor
@@ -246,8 +256,6 @@ class BalancedMoELayer(SharedExpertsLater):
         `device` is the device of the layer's input.
         """
         if (of_first_pass := take(self)) is not None:
-            # A join outside of the checkpoint may come before this pass, or never.
-            of_first_pass.is_joined = False
             return of_first_pass
         balancer, mains = self.balancer_for(device)
         forward = balancer.new_forward(mains)

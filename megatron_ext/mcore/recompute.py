@@ -15,6 +15,7 @@ pass, and the `Forward` ends with the context.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import defaultdict, deque
 from types import FrameType
 from typing import Any
@@ -35,15 +36,21 @@ def leave(checkpoint: Any, layer: object, forward: Forward) -> None:
     """Leave a layer's forward in a checkpoint's context for the second pass."""
     if not hasattr(checkpoint, _LEFT):
         setattr(checkpoint, _LEFT, defaultdict(deque))
+        forward.checkpoint = weakref.ref(checkpoint)
     getattr(checkpoint, _LEFT)[layer].append(forward)
 
 
 def take(layer: object) -> Forward | None:
-    """Return the `Forward` that the first pass left; None if there was no first pass."""
+    """Begin the second pass of the `Forward` that the first pass left, and return it, if any."""
     if not in_backward():
         return None
     left = getattr(torch._C._current_autograd_node(), _LEFT, {}).get(layer)
-    return left.popleft() if left else None
+    if not left:
+        return None
+    forward: Forward = left.popleft()
+    forward.checkpoint = None
+    forward.begin_again()
+    return forward
 
 
 def checkpoint_under_way() -> Any | None:

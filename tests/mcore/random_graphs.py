@@ -60,6 +60,7 @@ MODELS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (dict(**F64, dispatcher="allgather"), dict(max_in_flight=4)),
     (dict(grouped_mm=True), {}),
     (dict(gradient_accumulation_fusion=True), {}),
+    (dict(gradient_accumulation_fusion=True, recompute="selective"), {}),
 ]
 """(model, balance)."""
 

@@ -6,6 +6,7 @@ right is tested by `test_parity.py`, which runs the same layers.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_ext.balance import held_back
 from megatron_ext.config import BalanceConfig
 from tests.gpt import SEQUENCE, VOCAB, TinyGPT, build_gpt  # first: it enables the CPU platform
 from tests.mcore import inside
@@ -187,3 +189,129 @@ def test_sums_live_until_the_mains_have_them(recompute: str, transport: str, fus
 def test_elsewhere_the_reduction_is_waited_for_at_once(transform: Any, case: Any) -> None:
     for events in run_ranks(_events, 2, transform, case):
         assert events == ["start", "end", "main", "attention"] * 4
+
+
+FUSED_AND_RECOMPUTED = dict(
+    recompute="selective", gradient_accumulation_fusion=True, overlap_grad_reduce=True
+)
+
+
+def _told(rank: int, surround: Any) -> list[str]:
+    """What happens in a backward of recomputed MoE layers, and what DDP hears of their mains."""
+    gpt = balanced_gpt({**CASE, **FUSED_AND_RECOMPUTED}, BalanceConfig(tolerance=0.0))
+    events: list[str] = []
+    tell = held_back.call_when_complete
+    of_experts = {each for layer in balanced_layers(gpt) for each in layer.experts.parameters()}
+
+    def noted_tell(main: Any, call: Any) -> None:
+        def noted_call() -> None:
+            if main in of_experts:
+                events.append("ready")
+            call()
+
+        tell(main, noted_call)
+
+    surround(gpt)
+    with noted(gpt, events), mock.patch.object(held_back, "call_when_complete", noted_tell):
+        gpt.forward_backward(0)
+    events = [each for each in events if each != "main"]
+    return [event for event, _ in itertools.groupby(events)]
+
+
+def _as_it_is(gpt: TinyGPT) -> None: ...
+
+
+def _with_another_input(gpt: TinyGPT) -> None:
+    """Let MoE layers get what does not come from their transformer layer's input."""
+    for layer in gpt.chunks[0].module.decoder.layers:
+        layer.mlp.register_forward_pre_hook(
+            lambda _, given: (given[0].detach().requires_grad_(), *given[1:])
+        )
+
+
+def _and_nothing_else(gpt: TinyGPT) -> None:
+    """Let the second layer's output be its MoE layer's, so that no path leads to its input."""
+    _with_another_input(gpt)
+    layer, outputs = gpt.chunks[0].module.decoder.layers[1], []
+    layer.mlp.register_forward_hook(lambda _, __, output: outputs.append(output[0]))
+    layer.register_forward_hook(lambda _, __, output: (outputs.pop(), *output[1:]))
+
+
+def _with_a_frozen_embedding(gpt: TinyGPT) -> None:
+    """Let the first layer's input have no gradient, and its MoE layer's one of its attention."""
+    for name, parameter in gpt.named_parameters():
+        if "embedding" in name:
+            parameter.requires_grad_(False)
+
+
+LATE, AT_ONCE = ["start", "attention", "end", "ready"], ["start", "end", "ready", "attention"]
+"""Of a layer whose backward waits at its input, and of one that waits where it starts."""
+
+
+@pytest.mark.parametrize(
+    ("surround", "expected"),
+    [
+        (_as_it_is, LATE * 2),
+        # The residual path leads there.
+        (_with_another_input, LATE * 2),
+        (_and_nothing_else, AT_ONCE[:-1]),
+        (_with_a_frozen_embedding, LATE + AT_ONCE),
+    ],
+)
+def test_a_recomputed_layer_waits_at_the_transformer_layers_input(
+    surround: Any, expected: list[str]
+) -> None:
+    """With fused gradients; DDP hears of a main when its replicas' part is in it."""
+    for events in run_ranks(_told, 2, surround):
+        assert events == expected
+
+
+def _moved(rank: int, case: dict[str, Any]) -> list[str]:
+    """When replicas start to move in a backward, and what runs meanwhile."""
+    gpt = balanced_gpt({**CASE, "num_layers": 3, **case}, BalanceConfig(tolerance=0.0))
+    events: list[str] = []
+
+    def noted(point: str, event: str) -> Any:
+        function = inside.original(point)
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            events.append(event)
+            return function(*args, **kwargs)
+
+        return mock.patch(point, note)
+
+    for layer in gpt.chunks[0].module.decoder.layers:
+        layer.self_attention.register_full_backward_hook(lambda *_: events.append("attention"))
+    loss = gpt.chunks[0].module(*_inputs())
+    with (
+        noted(inside.PUSH, "push"),
+        noted(inside.RUN_EXPERTS, "experts again"),
+        noted(inside.START_REDUCE, "reduce"),
+    ):
+        loss.sum().backward()
+    return events
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(recompute="full"),
+        dict(recompute="selective"),
+        FUSED_AND_RECOMPUTED,
+    ],
+)
+def test_replicas_of_a_recomputed_layer_start_behind_the_experts_of_the_layer_above(
+    case: dict[str, Any],
+) -> None:
+    for events in run_ranks(_moved, 2, case):
+        above = ["experts again", "reduce", "push", "attention"]
+        assert events == [*above, *above, "experts again", "reduce", "attention"]
+
+
+def test_of_layers_recomputed_together_the_first_one_pushes_in_its_second_pass() -> None:
+    """Another one's replicas, sent ahead, would be overwritten there."""
+    together = dict(recompute_method="uniform", recompute_num_layers=2, num_layers=4)
+    for events in run_ranks(_moved, 2, dict(recompute="full") | together):
+        again = ["push", "experts again"] * 2
+        backward = ["reduce", "push", "attention", "reduce", "attention"]
+        assert events == (again + backward) * 2
