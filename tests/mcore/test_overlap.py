@@ -188,6 +188,8 @@ ORDERED = {
     "overlapped and fused": (OVERLAP | FUSED, torch.float32),
     "early release": (OVERLAP | EARLY | FUSED, torch.float32),
     "frozen": (OVERLAP | dict(frozen=r"\.experts\."), torch.float64),
+    "MoE layers recomputed": (FUSED | dict(recompute="selective"), torch.float32),
+    "layers recomputed": (dict(recompute="full"), torch.float64),
 }
 
 
@@ -236,6 +238,8 @@ def _watch_broken(
         (_wait_for_no_pull, "slot gradients: aten.copy_", "overlapped and fused"),
         (_wait_for_no_pull, "totals: aten.", "overlapped and fused"),
         (_wait_for_no_push, "slots: aten.mm", "in turn"),
+        (_wait_for_no_push, "slots: aten.mm", "MoE layers recomputed"),
+        (_wait_for_no_pull, "totals: aten.", "MoE layers recomputed"),
     ],
 )
 def test_missing_waits_are_found(break_it: Callable[[], Any], what: str, schedule: str) -> None:
