@@ -271,6 +271,11 @@ def _ranks_on_one_gpu() -> list[Part]:
             shares_gpu=True,
         ),
         _parity("one_gpu_te_parity_ep2", 2, 16, KERNELS, *TE, lacks=lacks_te()),
+        _parity(
+            *("one_gpu_te_parity_ep2_recomputed", 2, 8, KERNELS, *TE),
+            "parallel.recompute=selective",
+            lacks=lacks_te(),
+        ),
         _parity("one_gpu_parity_ep4", 4, 8, KERNELS, "model.experts=grouped_mm", SHARED),
     ]
 
