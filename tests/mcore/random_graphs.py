@@ -460,7 +460,10 @@ class _Run:
         with mode():
             loss = self._forward_within(partial(self.loss, microbatch, lengths), within)
         self.note("loss", loss)
-        if kept and loss.requires_grad and not loss.is_inference():
+        # Where all is frozen, a balanced layer's output asks for a gradient, as those of ranks may
+        # that have trained experts, and Megatron's own does not.
+        is_trained = any(each.requires_grad for each in self.gpt.chunks[0].parameters())
+        if kept and is_trained and loss.requires_grad and not loss.is_inference():
             self.kept.append(loss)
 
     def _forward_within(self, run: Callable[[], torch.Tensor], within: str) -> torch.Tensor:
