@@ -344,7 +344,9 @@ class Forward:
             return output
         self._require_slots()
         self.buffers.transport.note_reads()
-        (output,) = OnBackward.apply(self._await_replicas, (output,), output)
+        # All ranks run the backward, also of tokens that came to no trained expert of this rank.
+        edge = (_edge(output),) if self.reduces and not output.requires_grad else ()
+        (output,) = OnBackward.apply(self._await_replicas, (output,), output, *edge)
         return output
 
     def before_combine_backward(self, output: Tensor) -> Tensor:
@@ -386,14 +388,14 @@ class Forward:
                 "give --no-gradient-accumulation-fusion"
             )
 
-    def _await_replicas(self, grad: Tensor | None) -> tuple[Tensor | None]:
+    def _await_replicas(self, grad: Tensor | None) -> tuple[Tensor | None, None]:
         """Wait for the replicas; starts to materialize them if nothing has done so yet."""
         rematerializing = self._rematerialize()
         with stage_of_backward(PUSH_WAIT, self.layer_number):
             rematerializing.wait()
         if self.reduces and (self.is_held_back or self.delayed is not None):
             held_back.hold_back(self.mains.parameters())
-        return (grad,)
+        return grad, None
 
     @property
     def _is_in_running_backward(self) -> bool:

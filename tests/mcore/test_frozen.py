@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -128,12 +129,13 @@ def _freeze(gpt: TinyGPT, pattern: str) -> None:
         parameter.requires_grad_(re.search(pattern, name) is None)
 
 
-def _in_turn(rank: int, fused: bool) -> None:
+def _in_turn(rank: int, fused: bool, local_first: bool) -> None:
     """Freeze and thaw while DDP's gradients are there for all: nothing may get into them."""
     case = dict(ep=2, gradient_accumulation_fusion=fused)
     dtype = torch.float32 if fused else torch.float64
-    plain, balanced = build_gpt(**case, dtype=dtype), balanced_gpt(case, EXACT, dtype=dtype)
-    for pattern in (EXPERTS, FC1, LOWER, "$^", EXPERTS, ALL_BUT_ROUTERS):
+    balance = replace(EXACT, local_first=local_first)
+    plain, balanced = build_gpt(**case, dtype=dtype), balanced_gpt(case, balance, dtype=dtype)
+    for pattern in (EXPERTS, FC1, LOWER, "$^", BELOW, EXPERTS, ALL_BUT_ROUTERS):
         for gpt in (plain, balanced):
             _freeze(gpt, pattern)
             gpt.forward_backward(num_microbatches=2)
@@ -146,9 +148,9 @@ def _in_turn(rank: int, fused: bool) -> None:
     assert all(layer.num_replicas > 0 for layer in balanced_layers(balanced))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_experts_are_frozen_and_thawed_in_turn(fused: bool) -> None:
-    run_ranks(_in_turn, 2, fused)
+@pytest.mark.parametrize(("fused", "local_first"), [(False, False), (True, False), (False, True)])
+def test_experts_are_frozen_and_thawed_in_turn(fused: bool, local_first: bool) -> None:
+    run_ranks(_in_turn, 2, fused, local_first)
 
 
 def _bytes_and_dtypes(rank: int, main_grads_in_fp32: bool) -> None:
