@@ -108,11 +108,20 @@ class TinyGPT:
     def train_step(self, step: int, *, num_microbatches: int = 1) -> float:
         """One optimizer step. Returns the mean loss of this rank's microbatches (nan but on the
         last stage)."""
+        loss = self.mean_loss(step, num_microbatches=num_microbatches)
+        self.update()
+        return loss
+
+    def mean_loss(self, step: int, *, num_microbatches: int) -> float:
+        """The same without the optimizer."""
         reports = self.forward_backward(step, num_microbatches=num_microbatches)
-        succeeded, _, _ = self.optimizer.step()
-        assert succeeded
         losses = [float(report["loss"]) for report in reports]
         return sum(losses) / len(losses) if losses else float("nan")
+
+    def update(self) -> None:
+        """Let the optimizer step, by the gradients that are there."""
+        succeeded, _, _ = self.optimizer.step()
+        assert succeeded
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters under their global names."""

@@ -99,11 +99,10 @@ def _e8m0_of(amax: Tensor, largest: float) -> Tensor:
     """The exponent of amax / largest, rounded up, with a bias of 127: uint8."""
     value = amax * torch.tensor(1.0 / largest)
     bits = value.view(torch.int32)
-    exponent, mantissa = (bits >> 23) & 0xFF, bits & 0x7FFFFF
-    # Half of the least normal number has its own power of two: nothing to round up.
-    up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
-    exponent = (exponent + up).where(~value.isinf(), 0xFE).where(~value.isnan(), 0xFF)
-    return exponent.to(torch.uint8)
+    # A mantissa carries over into the exponent. Half of the least normal number has its own power
+    # of two, with nothing to round up.
+    exponent = ((bits + 0x7FFFFF) >> 23).clamp(max=0xFE) * (bits > 0x400000)
+    return exponent.masked_fill(value.isnan(), 0xFF).to(torch.uint8)
 
 
 def _power_of(e8m0: Tensor) -> Tensor:
@@ -113,13 +112,15 @@ def _power_of(e8m0: Tensor) -> Tensor:
 def _amax(x: Tensor, tall: int, wide: int) -> Tensor:
     """Largest magnitudes of blocks, float32 [ceil(rows / tall), ceil(columns / wide)]."""
     rows, columns = x.shape
-    padded = F.pad(x, (0, -columns % wide, 0, -rows % tall)).abs().float()
-    return padded.unflatten(1, (-1, wide)).unflatten(0, (-1, tall)).amax((1, 3))
+    if columns % wide or rows % tall:
+        x = F.pad(x, (0, -columns % wide, 0, -rows % tall))
+    return x.abs().float().reshape(-1, tall, x.shape[1] // wide, wide).amax((1, 3))
 
 
 def _spread(scale: Tensor, tall: int, wide: int, like: Tensor) -> Tensor:
     """A number of each block at all its elements."""
-    everywhere = scale.repeat_interleave(tall, 0).repeat_interleave(wide, 1)
+    everywhere = scale[:, None, :, None].expand(-1, tall, -1, wide)
+    everywhere = everywhere.reshape(len(scale) * tall, -1)
     return everywhere[: like.shape[0], : like.shape[1]]
 
 
@@ -574,22 +575,23 @@ def product_of_quantized(a: Any, transa: bool, b: Any, transb: bool) -> Tensor:
     if kind_of(a) != kind_of(b):
         raise TypeError(f"a product of {type(a).__name__} and {type(b).__name__}")
     left, right = operand(b, columnwise=transb), operand(a, columnwise=not transa)
-    rows, columns = _addable(left.values), _addable(right.values)
+    rows, columns = _addable(left.values, b), _addable(right.values, a)
     total = torch.zeros(len(left.values), len(right.values))
     for index in range(left.scales.shape[1]):
         k = slice(index * left.block, (index + 1) * left.block)
-        exact = torch.stack([x[:, k] @ y[:, k].T for x in rows for y in columns])
-        total += exact.sum(0).float() * torch.outer(left.scales[:, index], right.scales[:, index])
+        parts = (x[:, k] @ y[:, k].T for x in rows for y in columns)
+        exact = functools.reduce(torch.add, parts)
+        total += exact.float() * torch.outer(left.scales[:, index], right.scales[:, index])
     return total * (left.factor * right.factor)
 
 
-def _addable(values: Tensor) -> list[Tensor]:
+def _addable(values: Tensor, tensor: Any) -> list[Tensor]:
     """Parts whose products float64 adds without rounding, so that their order does not matter.
 
     E4M3 and FP4 have multiples of 2^-9 below 2^9. E5M2's numbers range from 2^-16 to 2^16: those
     below 1 go alone.
     """
-    if not (values * 2**9 % 1).any():
+    if kind_of(tensor) == "NVFP4Tensor" or _torch_dtype(tensor._fp8_dtype) != torch.float8_e5m2:
         return [values]
     small = values.where(values.abs() < 1, 0)
     return [small, values - small]

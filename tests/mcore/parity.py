@@ -108,7 +108,7 @@ def gradient_difference(
 def step_difference(
     case: dict[str, Any],
     *,
-    num_steps: int = 3,
+    num_steps: int = 2,
     num_microbatches: int = 1,
     balance: BalanceConfig | None = None,
 ) -> Difference:
