@@ -14,8 +14,8 @@ calls the forward's object in backward; `push` is a plain call:
 
 All layers share the slots, so by the time of a layer's backward another layer's replicas are in
 them. The backward materializes the replicas of the saved plan again: as soon as the experts of the
-layer above have left the slots, else from the combine's backward on, or from the second pass of a
-recomputed forward. So they move beside the backward of the other layer's attention, and the
+layer above have left the slots, else from the combine's backward on, or from where a recomputed
+layer begins again. So they move beside the backward of the other layer's attention, and the
 gradient reduction beside that of this layer's.
 
 - The join gives `materialized` an edge of the graph. So autograd reaches the join only after the
@@ -269,7 +269,7 @@ class Forward:
         has in the same slot is not moved again.
         """
         if self.buffers is None or (self.pushing is not None and self._has_slots):
-            return  # The layer above has started to.
+            return  # The layer above has started to, or the second pass where it began.
         with stage(PUSH_START):
             replicas = self.replicas
             if there is not None:

@@ -191,7 +191,7 @@ class BalancedMoELayer(SharedExpertsLater):
 
         The transformer layer calls this method with its input, so that the reduction runs beside
         the backward of router and attention. Without the call, backward waits where the reduction
-        starts.
+        starts. A second pass knows its plan, so its replicas start here, beside attention.
         """
         self.drop_forward()
         if not self._can_join(hidden_states):
@@ -201,6 +201,8 @@ class BalancedMoELayer(SharedExpertsLater):
         hidden_states, edge = self._forward.join(hidden_states, holds_back=holds_back)
         # With the combined schedule, an edge would take the experts' backward on to the join.
         self._edge = None if self.is_overlapped else edge
+        if self._forward.is_planned and self._forward.mains.stay:
+            self._forward.push()
         return hidden_states
 
     def _can_join(self, hidden_states: Tensor) -> bool:

@@ -266,8 +266,11 @@ def test_a_recomputed_layer_waits_at_the_transformer_layers_input(
         assert events == expected
 
 
-def _moved(rank: int, case: dict[str, Any]) -> list[str]:
-    """When replicas start to move in a backward, and what runs meanwhile."""
+def _moved(rank: int, case: dict[str, Any], is_between: bool = False) -> list[str]:
+    """When replicas start to move in a backward, and what runs meanwhile.
+
+    The last layer's are still in the slots, unless an evaluation comes in between.
+    """
     gpt = balanced_gpt({**CASE, "num_layers": 3, **case}, BalanceConfig(tolerance=0.0))
     events: list[str] = []
 
@@ -283,7 +286,12 @@ def _moved(rank: int, case: dict[str, Any]) -> list[str]:
     for layer in gpt.chunks[0].module.decoder.layers:
         layer.self_attention.register_full_backward_hook(lambda *_: events.append("attention"))
     loss = gpt.chunks[0].module(*_inputs())
+    if is_between:
+        with torch.no_grad():
+            gpt.chunks[0].module(*_inputs())
+    attention = type(gpt.chunks[0].module.decoder.layers[0].self_attention)
     with (
+        noted(f"{attention.__module__}.{attention.__qualname__}.forward", "attention again"),
         noted(inside.PUSH, "push"),
         noted(inside.RUN_EXPERTS, "experts again"),
         noted(inside.START_REDUCE, "reduce"),
@@ -303,15 +311,21 @@ def _moved(rank: int, case: dict[str, Any]) -> list[str]:
 def test_replicas_of_a_recomputed_layer_start_behind_the_experts_of_the_layer_above(
     case: dict[str, Any],
 ) -> None:
+    again = ["attention again"] * (case["recompute"] == "full") + ["experts again"]
     for events in run_ranks(_moved, 2, case):
-        above = ["experts again", "reduce", "push", "attention"]
-        assert events == [*above, *above, "experts again", "reduce", "attention"]
+        above = [*again, "reduce", "push", "attention"]
+        assert events == [*above, *above, *again, "reduce", "attention"]
+
+
+def test_the_first_replicas_of_a_recomputed_backward_move_beside_attention() -> None:
+    for events in run_ranks(_moved, 2, dict(recompute="full"), True):
+        assert events[:4] == ["push", "attention again", "experts again", "reduce"]
 
 
 def test_of_layers_recomputed_together_the_first_one_pushes_in_its_second_pass() -> None:
     """Another one's replicas, sent ahead, would be overwritten there."""
     together = dict(recompute_method="uniform", recompute_num_layers=2, num_layers=4)
     for events in run_ranks(_moved, 2, dict(recompute="full") | together):
-        again = ["push", "experts again"] * 2
+        again = ["push", "attention again", "experts again"] * 2
         backward = ["reduce", "push", "attention", "reduce", "attention"]
         assert events == (again + backward) * 2

@@ -51,7 +51,9 @@ def test_shared_experts_come_behind_the_push(settings: dict[str, Any]) -> None:
         assert calls == in_order + again
 
 
-def _streams_of_a_step(rank: int, joins: bool) -> tuple[bool, set[str], list[str]]:
+def _streams_of_a_step(
+    rank: int, joins: bool, settings: dict[str, Any]
+) -> tuple[bool, set[str], list[str]]:
     """Whether shared experts wait for the plan, the streams, and operations without an order."""
     waits = []
     function = inside.original(SHARED)
@@ -61,7 +63,7 @@ def _streams_of_a_step(rank: int, joins: bool) -> tuple[bool, set[str], list[str
         return function(*args, **kwargs)
 
     with clocked_streams():
-        gpt = balanced_gpt(SETTINGS, BalanceConfig(tolerance=0.0))
+        gpt = balanced_gpt(SETTINGS | settings, BalanceConfig(tolerance=0.0))
         gpt.forward_backward(0)
         planning = Stream(name="planning")
         with (
@@ -76,14 +78,22 @@ def _streams_of_a_step(rank: int, joins: bool) -> tuple[bool, set[str], list[str
 
 
 def test_the_reroute_waits_for_the_plan_and_shared_experts_do_not() -> None:
-    for waits, streams, errors in run_ranks(_streams_of_a_step, 2, True):
+    for waits, streams, errors in run_ranks(_streams_of_a_step, 2, True, {}):
         assert not waits
         assert streams == {"compute", "planning"}
         assert errors == []
 
 
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_a_second_pass_waits_for_what_it_needs(recompute: str) -> None:
+    settings = dict(recompute=recompute, num_layers=2)
+    for _, streams, errors in run_ranks(_streams_of_a_step, 2, True, settings):
+        assert streams == {"compute", "planning"}
+        assert errors == []
+
+
 def test_a_missing_wait_is_found() -> None:
-    for _, _, errors in run_ranks(_streams_of_a_step, 2, False):
+    for _, _, errors in run_ranks(_streams_of_a_step, 2, False, {}):
         assert any("aten." in error for error in errors), errors
 
 
