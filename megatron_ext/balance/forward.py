@@ -242,7 +242,7 @@ class Forward:
         below = self._below
         self.is_before_next = below is not None and below._is_in_running_backward
 
-    def join(self, hidden: Tensor, *, holds_back: bool = False) -> tuple[Tensor, Tensor]:
+    def join(self, hidden: Tensor, *, holds_back: bool) -> tuple[Tensor, Tensor]:
         """Make the point at which backward waits for the reduction, and gives the mains the sums.
 
         Returns the layer's input, and the edge for `materialized`, which has no elements. The
@@ -676,8 +676,9 @@ class VirtualLayers:
         forward.microbatch_idx = self._num_lent
         forward.virtual_layer = virtual_layer
         forward.give_back = weakref.finalize(forward, self._free.append, virtual_layer)
-        if (buffers := forward.buffers) is not None:
-            forward.before, buffers.last_planned = buffers.last_planned, weakref.ref(forward)
+        buffers = forward.buffers
+        assert buffers is not None, "without slots no backward needs a plan"
+        forward.before, buffers.last_planned = buffers.last_planned, weakref.ref(forward)
         self._num_lent += 1
         self._borrowers.add(forward)
         return virtual_layer

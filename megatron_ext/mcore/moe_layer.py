@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -214,6 +214,11 @@ class BalancedMoELayer(SharedExpertsLater):
         # A checkpoint passes on no edge, so only the input's gradient leads from the experts there.
         if self.moe_layer_recompute and not hidden_states.requires_grad:
             return False
+        return self._takes_sums_apart
+
+    @cached_property
+    def _takes_sums_apart(self) -> bool:
+        """Whether the mains take the replicas' sums from another backward than their own."""
         mains = self.expert_weights.mains()
         return mains.fused and mains.stay
 

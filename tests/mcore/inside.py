@@ -12,6 +12,7 @@ import pkgutil
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -68,6 +69,17 @@ def original(point: str) -> Callable[..., Any]:
     """Return the function that a constant of this file names."""
     function: Callable[..., Any] = pkgutil.resolve_name(point)
     return function
+
+
+def noting(point: str, event: str, events: list[str]) -> Any:
+    """Add an event to a list at each call of a function, as long as the block."""
+    function = original(point)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        events.append(event)
+        return function(*args, **kwargs)
+
+    return mock.patch(point, noted)
 
 
 def in_flight(layer: Any) -> int:

@@ -273,16 +273,6 @@ def _moved(rank: int, case: dict[str, Any], is_between: bool = False) -> list[st
     """
     gpt = balanced_gpt({**CASE, "num_layers": 3, **case}, BalanceConfig(tolerance=0.0))
     events: list[str] = []
-
-    def noted(point: str, event: str) -> Any:
-        function = inside.original(point)
-
-        def note(*args: Any, **kwargs: Any) -> Any:
-            events.append(event)
-            return function(*args, **kwargs)
-
-        return mock.patch(point, note)
-
     for layer in gpt.chunks[0].module.decoder.layers:
         layer.self_attention.register_full_backward_hook(lambda *_: events.append("attention"))
     loss = gpt.chunks[0].module(*_inputs())
@@ -291,10 +281,12 @@ def _moved(rank: int, case: dict[str, Any], is_between: bool = False) -> list[st
             gpt.chunks[0].module(*_inputs())
     attention = type(gpt.chunks[0].module.decoder.layers[0].self_attention)
     with (
-        noted(f"{attention.__module__}.{attention.__qualname__}.forward", "attention again"),
-        noted(inside.PUSH, "push"),
-        noted(inside.RUN_EXPERTS, "experts again"),
-        noted(inside.START_REDUCE, "reduce"),
+        inside.noting(
+            f"{attention.__module__}.{attention.__qualname__}.forward", "attention again", events
+        ),
+        inside.noting(inside.PUSH, "push", events),
+        inside.noting(inside.RUN_EXPERTS, "experts again", events),
+        inside.noting(inside.START_REDUCE, "reduce", events),
     ):
         loss.sum().backward()
     return events

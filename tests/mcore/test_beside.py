@@ -23,21 +23,11 @@ def _order_of_stages(rank: int, settings: dict[str, Any]) -> list[str]:
     """What a forward calls, in order."""
     gpt = balanced_gpt(SETTINGS | settings, BalanceConfig(tolerance=0.0))
     calls: list[str] = []
-
-    def noting(point: str, name: str) -> Any:
-        function = inside.original(point)
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return function(*args, **kwargs)
-
-        return mock.patch(point, noted)
-
     with (
-        noting(SHARED, "shared experts"),
-        noting(inside.SOLVE, "plan"),
-        noting(inside.START_MATERIALIZE, "push"),
-        noting(inside.REROUTE, "reroute"),
+        inside.noting(SHARED, "shared experts", calls),
+        inside.noting(inside.SOLVE, "plan", calls),
+        inside.noting(inside.START_MATERIALIZE, "push", calls),
+        inside.noting(inside.REROUTE, "reroute", calls),
     ):
         gpt.forward_backward(0)
     return calls
