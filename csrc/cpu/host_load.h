@@ -31,13 +31,18 @@ class HostLoad {
           slots_(static_cast<int>(problem.num_slots)),
           expert_load_(problem.num_experts, 0),
           home_load_(problem.num_ranks, 0),
-          busiest_first_(problem.num_ranks) {
+          busiest_first_(problem.num_ranks),
+          hottest_(problem.num_ranks) {
         const int64_t experts = problem.num_experts;
         for (int64_t r = 0; r < num_ranks_; ++r) {
             const int64_t* row = load + r * experts;
             for (int64_t e = 0; e < experts; ++e) expert_load_[e] += row[e];
         }
-        for (int64_t e = 0; e < experts; ++e) home_load_[e / mains_] += expert_load_[e];
+        for (int64_t r = 0; r < num_ranks_; ++r) {
+            const int64_t* const own = &expert_load_[r * mains_];
+            home_load_[r] = std::accumulate(own, own + mains_, int64_t{0});
+            hottest_[r] = static_cast<int32_t>(std::max_element(own, own + mains_) - own);
+        }
         for (int d = 0; d < num_domains(); ++d) {
             sort_falling(home_load_.data() + d * ranks_, &busiest_first_[d * ranks_], ranks_);
         }
@@ -141,6 +146,7 @@ class HostLoad {
     std::vector<int64_t> expert_load_;    // [E] all sources together
     std::vector<int64_t> home_load_;      // [R] of a rank's mains
     std::vector<int32_t> busiest_first_;  // [R], counted within the domain
+    std::vector<int32_t> hottest_;        // [R], counted within a rank's mains
 };
 
 // Memory of tries, one after the other, and the loads that they read, as they count.
@@ -171,7 +177,8 @@ class HostTries {
                 even,
                 expert_load_.data() + first * load_.mains_,
                 home_load_.data() + first,
-                load_.busiest_first_.data() + first};
+                load_.busiest_first_.data() + first,
+                load_.hottest_.data() + first};
     }
 
     // The next try's memory, with the plan of the last one, and what `keep` put aside.

@@ -116,17 +116,13 @@ class QuotaPlanner {
     // Whether no bound of the domain is above `threshold`, as far as that can be seen without
     // sorting experts: from the hottest main of each rank.
     bool is_bound_within(const Domain<Amount>& domain, int64_t threshold) {
-        const auto hottest = [&](int r) {
-            const Amount* load = domain.expert_load + r * mains_;
-            return int64_t{*std::max_element(load, load + mains_)};
-        };
         hottest_load_.assign(1, 0);  // of the k busiest ranks together
         int64_t brought = 0;
         int64_t left = 0;  // above the threshold, and without room
         for (int k = 0; k < ranks_; ++k) {
             const int r = domain.busiest_first[k];
             left += larger(domain.home_load[r] - threshold, 0);
-            const int64_t load = hottest(r);
+            const int64_t load = domain.expert_load[r * mains_ + domain.hottest[r]];
             brought = larger(brought, load);
             hottest_load_.push_back(hottest_load_.back() + load);
         }

@@ -48,12 +48,13 @@ struct Sums {
     int32_t* hottest_first;  // [E], counted within the domain
     int32_t* busier;         // [E], see DomainBound
     int32_t* place;          // [R] of a rank in busiest_first
-    int32_t* hottest;        // [R] load of a rank's hottest main, if that fits
+    int32_t* hottest;        // [R] see Domain
+    int32_t* hottest_load;   // [R] of these mains, if that fits
     int32_t* hottest_sum;    // [R] of these, in the order busiest_first, with those before it
     int32_t* excess_sum;     // [R] the same of what ranks have above a threshold
 
     __host__ __device__ static constexpr int64_t bytes(int64_t ranks, int64_t experts) {
-        return (8 * (experts + ranks) + 4 * (5 * ranks + 2 * experts) + 15) / 16 * 16;
+        return (8 * (experts + ranks) + 4 * (6 * ranks + 2 * experts) + 15) / 16 * 16;
     }
 
     __device__ void lay_out(char* memory, int64_t ranks, int64_t experts) {
@@ -64,7 +65,8 @@ struct Sums {
         busier = hottest_first + experts;
         place = busier + experts;
         hottest = place + ranks;
-        hottest_sum = hottest + ranks;
+        hottest_load = hottest + ranks;
+        hottest_sum = hottest_load + ranks;
         excess_sum = hottest_sum + ranks;
     }
 };
@@ -97,7 +99,8 @@ __device__ Domain<int64_t> domain_of(const QuotaProblem& problem,
             even,
             sums.expert_load + static_cast<int64_t>(d) * ranks * mains_of(problem),
             sums.home_load + d * ranks,
-            sums.busiest_first + d * ranks};
+            sums.busiest_first + d * ranks,
+            sums.hottest + d * ranks};
 }
 
 extern __shared__ float4 dynamic_memory[];
@@ -171,13 +174,14 @@ __device__ void order_values(const int64_t* value, int count, Found found) {
     for_each_sum<kBy>(count, count_before, found);
 }
 
-// The loads of a domain, and its ranks in order if there is a place for them. By so many threads of
-// the block, of which this is the `thread`th.
+// The loads of a domain; its ranks in order, and their hottest mains, if there is a place for them.
+// By so many threads of the block, of which this is the `thread`th.
 template <class Amount>
 __device__ void copy_loads(const Domain<int64_t>& domain,
                            Amount* expert_load,
                            Amount* home_load,
                            int32_t* busiest_first,
+                           int32_t* hottest,
                            int thread,
                            int threads) {
     MEGATRON_EXT_ROLLED
@@ -188,6 +192,7 @@ __device__ void copy_loads(const Domain<int64_t>& domain,
     for (int r = thread; r < domain.ranks; r += threads) {
         home_load[r] = static_cast<Amount>(domain.home_load[r]);
         if (busiest_first != nullptr) busiest_first[r] = domain.busiest_first[r];
+        if (hottest != nullptr) hottest[r] = domain.hottest[r];
     }
 }
 
@@ -237,6 +242,7 @@ struct SharedMemory {
         kMostRanks > DeviceWarp::kLanes ? DeviceWarp::kLanes : kMostExperts;
     static_assert((2 * kMostSlots + 1) * kMostRanks <= 1 << kIndexBits, "ids of offers in a chain");
     static_assert(kMostExperts <= 1 << kIndexBits, "mains of a rank");
+    static_assert(kMostExperts % 4 == 0, "what is copied by four");
     static_assert(kMostRanks <= 1 << kRankBits, "keys of ranks");
 
     __host__ __device__ static int try_bytes() {
@@ -255,11 +261,11 @@ struct SharedMemory {
     // By so many threads of the block, of which this is the `thread`th; it waits before it tries.
     __device__ void copy(const Domain<int64_t>& domain, int thread, int threads) const {
         if (thread == 0) placed() = {sizes_of<Amount>(domain), Flags{}};
-        copy_loads(domain, loads(), loads() + kMostExperts, order(), thread, threads);
+        copy_loads(domain, loads(), loads() + kMostExperts, order(), hottest(), thread, threads);
     }
 
     __device__ Domain<Amount> domain() const {
-        return {placed().sizes, loads(), loads() + kMostExperts, order()};
+        return {placed().sizes, loads(), loads() + kMostExperts, order(), hottest()};
     }
     __device__ TryMemory<Amount> of(int warp) const {
         TryMemory<Amount> placed;
@@ -285,7 +291,8 @@ struct SharedMemory {
     };
     static constexpr int kLoads = 32;  // behind what is placed first
     static constexpr int kOrder = kLoads + sizeof(Amount) * (kMostExperts + kMostRanks);
-    static constexpr int kTries = kOrder + sizeof(int32_t) * kMostRanks;
+    static constexpr int kHottest = kOrder + sizeof(int32_t) * kMostRanks;
+    static constexpr int kTries = kHottest + sizeof(int32_t) * kMostRanks;
     static_assert(sizeof(Placed) <= kLoads && kTries % 16 == 0, "where arrays may begin");
 
     __host__ __device__ static int bytes_of_last() {
@@ -298,6 +305,7 @@ struct SharedMemory {
     __device__ static char* memory(int warp) { return memory() + kTries + warp * try_bytes(); }
     __device__ static Amount* loads() { return reinterpret_cast<Amount*>(memory() + kLoads); }
     __device__ static int32_t* order() { return reinterpret_cast<int32_t*>(memory() + kOrder); }
+    __device__ static int32_t* hottest() { return reinterpret_cast<int32_t*>(memory() + kHottest); }
 };
 
 // The same in global memory, for all that does not fit. Addresses would take too many registers:
@@ -312,7 +320,7 @@ struct GlobalMemory {
         auto* const expert_load = reinterpret_cast<Amount*>(start);
         auto* const home_load = expert_load + domain.experts();
         const auto thread = static_cast<int>(threadIdx.x);
-        copy_loads(domain, expert_load, home_load, nullptr, thread, kThreads);
+        copy_loads(domain, expert_load, home_load, nullptr, nullptr, thread, kThreads);
         const int64_t loads = sizeof(Amount) * (domain.experts() + domain.ranks);
         const int64_t each = TryMemory<Amount>::bytes(domain.ranks, domain.experts(), domain.slots);
         if (thread <= kWarps) {
@@ -323,8 +331,11 @@ struct GlobalMemory {
         }
         if (thread == 0) {
             placed().flags = {};
-            placed().domain = {
-                sizes_of<Amount>(domain), expert_load, home_load, domain.busiest_first};
+            placed().domain = {sizes_of<Amount>(domain),
+                               expert_load,
+                               home_load,
+                               domain.busiest_first,
+                               domain.hottest};
         }
         __syncthreads();
         const auto& own = arrays();
@@ -463,11 +474,14 @@ class BlockPlanner {
             }
             __syncthreads();
         }
+        Verdict verdicts[kMethods];
+#pragma unroll  // all reads come first
+        for (int m = 0; m < kMethods; ++m) verdicts[m] = results_.of_warp[m];
         int chosen = -1;
         const bool reached = choose_at_start(
             domain.even,
             left,
-            [&](Method method) { return verdict_of(method); },
+            [&](Method method) { return verdicts[static_cast<int>(method)]; },
             [&](Method method) { chosen = static_cast<int>(method); });
         keep(chosen);
         return reached;
@@ -766,16 +780,19 @@ __device__ void sum_ranks(const QuotaProblem& problem,
     MEGATRON_EXT_ROLLED
     for (int r = static_cast<int>(threadIdx.x); r < padded(ranks); r += kThreads) {
         int64_t sum = 0;
-        int64_t most = 0;
+        int64_t most = -1;
+        int hottest = 0;
         if (r < ranks) {
 #pragma unroll 4  // reads in flight at once
             for (int m = 0; m < mains; ++m) {
                 const int64_t load = sums.expert_load[r * mains + m];
                 sum += load;
+                hottest = load > most ? m : hottest;
                 most = larger(most, load);
             }
             sums.home_load[r] = sum;
-            sums.hottest[r] = static_cast<int32_t>(most);
+            sums.hottest[r] = hottest;
+            sums.hottest_load[r] = static_cast<int32_t>(most);
             if (!fits_words(sum)) in_words = false;
         }
         if (words != nullptr) words[r] = word_of(sum, r, ranks);
@@ -858,7 +875,7 @@ __device__ bool is_bound_within(
     const int mains = mains_of(problem);
     const int lane = DeviceWarp::lane();
     const int32_t* const busiest_first = sums.busiest_first + d * ranks;
-    const int32_t* const hottest = sums.hottest + d * ranks;
+    const int32_t* const hottest_load = sums.hottest_load + d * ranks;
     int32_t* const hottest_sum = sums.hottest_sum + d * ranks;
     int32_t* const excess_sum = sums.excess_sum + d * ranks;
     // Both sums of the ranks up to one, side by side.
@@ -869,7 +886,7 @@ __device__ bool is_bound_within(
     for (int i = lane; i - lane < ranks; i += kLanes) {
         const bool is_rank = i < ranks;
         const int r = is_rank ? busiest_first[i] : 0;
-        const int32_t hot = is_rank ? hottest[r] : 0;
+        const int32_t hot = is_rank ? hottest_load[r] : 0;
         const auto own =
             is_rank ? static_cast<int32_t>(sums.home_load[d * ranks + r] - threshold) : 0;
         const int32_t hottest_here = hottest_before + sum_to_lane(hot);

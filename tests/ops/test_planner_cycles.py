@@ -77,6 +77,20 @@ def test_plans_equal_the_hosts(built):
         assert not report.races, said_of_races(report)
 
 
+@pytest.mark.parametrize(("ranks", "experts"), [(8, 64), (8, 512), (64, 64)])
+def test_the_most_that_fits_a_word(ranks, experts, built):
+    """A main's load stands above its number in a word of 32 bits, of which no word has all."""
+    mains = experts // ranks
+    problems = []
+    for most in (2**22 - 1, 2**22 - 2):
+        load = torch.zeros(ranks, experts, dtype=torch.int64)
+        load[0, ::mains] = 1000 * torch.arange(ranks)
+        load[0, 3 * mains] = most
+        problems.append(Problem(Case(ranks, experts, slots=2), load))
+    for report in estimate(built, problems):
+        assert report.equal
+
+
 @pytest.fixture(scope="module")
 def hot_experts():
     case = CASES["EP72_E288_S2"]

@@ -53,14 +53,6 @@ struct Exchange {
     Value back = 0;   // to `from`
 };
 
-// The higher one of two values that are closest to what they have to be together, and of how many
-// values they were chosen.
-template <class Value>
-struct Pair {
-    Best<Value> higher;
-    int values = 0;
-};
-
 // The 32 lanes in a loop. Value: the type of keys and of what is compared, int32 or int64.
 template <class Value>
 struct HostWarp {
@@ -135,14 +127,24 @@ struct HostWarp {
         std::rotate(list, list + place, list + place + 1);
     }
 
-    // To `order`: all indices by rising keys, which are not negative; of equals the lower one
-    // first.
-    template <int kMost = 0>
-    void sort_rising(int count, const Value* keys, int32_t* order) const {
+    // On a device up to three more are copied: arrays have place for whole fours.
+    void copy(int count, const Value* values, Value* copies) const {
+        std::copy(values, values + count, copies);
+    }
+
+    // found(i, place): of each index, its place by rising keys, which are from 0 to `most`; of
+    // equals the lower index comes first. `keys` and `order` are scratch, for as many as `count`.
+    template <int kMost = 0, class KeyOf, class Found>
+    void place_rising(
+        int count, KeyOf key_of, Value most, Value* keys, int32_t* order, Found found) const {
+        for (int i = 0; i < count; ++i) keys[i] = key_of(i);
+        // Mostly many at the end have the highest key, and stay where they are.
+        for (; count > 0 && keys[count - 1] == most; --count) found(count - 1, count - 1);
         std::iota(order, order + count, 0);
         std::sort(order, order + count, [&](int32_t i, int32_t j) {
             return keys[i] < keys[j] || (keys[i] == keys[j] && i < j);
         });
+        for (int place = 0; place < count; ++place) found(order[place], place);
     }
 
     // Run by one lane.
@@ -258,10 +260,11 @@ struct DeviceLanes : RankLanes {
         }
     }
 
-    // Of values above 0: the pair that is `whole` or more with the least left over, which is below
-    // `whole`. Of such pairs the one whose higher value is the lowest; the first of equals, for the
-    // higher and for the lower one. Each lane looks for the partners of its own values.
-    __device__ __noinline__ Pair<Value> closest_pair(int count,
+    // Of values above 0: the higher one of the pair that is `whole` or more with the least left
+    // over, which is below `whole`. Of such pairs the one whose higher value is the lowest; the
+    // first of equals, for the higher and for the lower one. Each lane looks for the partners of
+    // its own values.
+    __device__ __noinline__ Best<Value> closest_pair(int count,
                                                      const Value* values,
                                                      Value whole) const {
         Value least_over = whole;
@@ -293,7 +296,7 @@ struct DeviceLanes : RankLanes {
         const bool is_it = is_least && own_value == lowest_value;
         const unsigned first =
             __reduce_min_sync(kAll, is_it ? static_cast<unsigned>(higher) : kAll);
-        return {{static_cast<int>(first), lowest_value}, 0};
+        return {static_cast<int>(first), lowest_value};
     }
 
     template <class Function>
@@ -379,23 +382,69 @@ struct DeviceLanes : RankLanes {
         __syncwarp();
     }
 
-    template <int kMost = 0>
-    __device__ __noinline__ void sort_rising(int count, const Value* keys, int32_t* order) const {
-        for_each(count, [&](int i) {
-            const Value own = keys[i];
-            int place = 0;
+    __device__ void copy(int count, const Value* values, Value* copies) const {
+        if constexpr (kNarrow) {
+            const auto* const from = reinterpret_cast<const FourWords*>(values);
+            auto* const to = reinterpret_cast<FourWords*>(copies);
+            for_each((count + 3) / 4, [&](int i) { to[i] = from[i]; });
+        } else {
+            for_each(count, [&](int i) { copies[i] = values[i]; });
+        }
+    }
+
+    template <int kMost = 0, class KeyOf, class Found>
+    __device__ void place_rising(
+        int count, KeyOf key_of, Value most, Value* keys, int32_t*, Found found) const {
+        __syncwarp();
+        if constexpr (kFitsWord<kMost>) {
+            constexpr int kEach = kMost / kLanes;
+            constexpr int kAtOnce = 16;
+            auto* const words = reinterpret_cast<uint32_t*>(keys);
+            uint32_t own[kEach];
+            int place[kEach] = {};
+            int last = 0;  // of those with less than the highest key, counted from 1
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) {
+                const int i = rank_of(k);
+                const Value key = key_of(i < count ? i : 0);
+                const unsigned less = __ballot_sync(kAll, i < count && key < most);
+                own[k] = i < count ? static_cast<uint32_t>(key) << kRankBits | i : kAll;
+                words[i] = own[k];
+                last = less != 0 ? (k + 1) * kLanes - __clz(less) : last;
+            }
+            __syncwarp();
+#pragma unroll 1
+            for (int first = 0; first < last; first += kAtOnce) {
+#pragma unroll
+                for (int j = 0; j < kAtOnce; j += 4) {
+                    const auto four = *reinterpret_cast<const FourWords*>(words + first + j);
+#pragma unroll
+                    for (int k = 0; k < 4 * kEach; ++k)
+                        place[k / 4] += four.each[k % 4] < own[k / 4];
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) {
+                const int i = rank_of(k);
+                if (i < count) found(i, i < last ? place[k] : i);
+            }
+        } else {
+            for_each(count, [&](int i) { keys[i] = key_of(i); });
+            const auto last = static_cast<int>(
+                best(count, [&](int i) -> Value { return keys[i] < most ? i + 1 : 0; }).key);
+            for_each(count, [&](int i) {
+                const Value own = keys[i];
+                int place = i < last ? 0 : i;
 #pragma unroll 4  // reads in flight at once, so they hang on no comparison
-            for (int j = 0; j < count; ++j) {
-                const Value other = keys[j];
-                if constexpr (kFitsWord<kMost>) {
-                    place += (other << kRankBits | j) < (own << kRankBits | i);
-                } else {
+                for (int j = 0; i < last && j < last; ++j) {
+                    const Value other = keys[j];
                     place += static_cast<int>(other < own) |
                              (static_cast<int>(other == own) & static_cast<int>(j < i));
                 }
-            }
-            order[place] = i;
-        });
+                found(i, place);
+            });
+        }
+        __syncwarp();
     }
 
     // Take the best offers to each t below `takers`: one is first_offer(t), and two are those of

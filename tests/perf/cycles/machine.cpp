@@ -391,9 +391,9 @@ uint8_t* Warp::address(const Instruction& in, const Operand& operand, Frame& fra
         if (where < 4096) throw Error("no memory is at " + std::to_string(where) + ": " + in.text);
         return reinterpret_cast<uint8_t*>(where);
     }
-    if (truncated(where, 32) + in.width * in.type.bits / 8 > Block::kSharedBytes) {
-        throw Error("beyond shared memory's " + std::to_string(Block::kSharedBytes) +
-                    " bytes: " + in.text);
+    const size_t bytes = block_.shared_.size();
+    if (truncated(where, 32) + in.width * in.type.bits / 8 > bytes) {
+        throw Error("beyond shared memory's " + std::to_string(bytes) + " bytes: " + in.text);
     }
     return block_.shared_.data() + truncated(where, 32);
 }
@@ -441,7 +441,7 @@ void Warp::convert_address(const Instruction& in, Frame& frame, Lanes lanes) {
 
 void Warp::note(Access access, bool changes, const uint8_t* place, int bytes, int lane) {
     const int64_t offset = place - block_.shared_.data();
-    if (offset < 0 || offset >= Block::kSharedBytes) return;
+    if (offset < 0 || offset >= std::ssize(block_.shared_)) return;
     const Thread by{number_, lane, passed_};
     block_.races_.note(access, changes, static_cast<int>(offset), bytes, by, source_);
 }
@@ -552,10 +552,10 @@ Block::Block(const Program& program, const Function& entry, int warps)
     : program_(program),
       entry_(entry),
       num_warps_(warps),
-      shared_(kSharedBytes, 0x55),  // what others have left there
       dynamic_shared_((program.shared_bytes + 127) / 128 * 128),
+      shared_(dynamic_shared_ + kSharedBytes, 0x55),  // what others have left there
       spent_(program.sources.size()),
-      races_(kSharedBytes, warps) {}
+      races_(static_cast<int>(shared_.size()), warps) {}
 
 int64_t Block::run(const Arguments& arguments) {
     std::vector<Warp> warps;

@@ -137,7 +137,7 @@ class Block {
 
   private:
     friend class Warp;
-    static constexpr int kSharedBytes = 227 << 10;  // of Hopper
+    static constexpr int kSharedBytes = 227 << 10;  // of Hopper, behind what any kernel declares
     static constexpr int kLocalBytes = 16 << 10;    // of a lane
 
     static void release_some(std::vector<Warp>& warps);
@@ -146,8 +146,8 @@ class Block {
     const Program& program_;
     const Function& entry_;
     const int num_warps_;
+    int dynamic_shared_;  // bytes that are declared
     std::vector<uint8_t> shared_;
-    int dynamic_shared_;  // bytes before it
     int64_t now_ = 0;
     std::vector<Segment> segments_;
     std::vector<int64_t> spent_;

@@ -18,6 +18,9 @@ class MemoryAtHand {
     using Amount = typename Warp::Amount;
 
   public:
+    // Whether `look` finds all that is asked behind it.
+    static constexpr bool kFindsAll = false;
+
     MEGATRON_EXT_HOST_DEVICE explicit MemoryAtHand(Moves<Warp>& moves) : moves_(moves) {}
 
     MEGATRON_EXT_HOST_DEVICE decltype(auto) sizes() const { return moves_.domain(); }
@@ -68,9 +71,13 @@ class MemoryAtHand {
     MEGATRON_EXT_HOST_DEVICE Best<Amount> roomiest_below() const {
         return with_room(moves_.roomiest_host_below(expert_, below_));
     }
-    // The higher one of two that take less than `below` each, and `whole` together, with the least
+    // Those that take less than `below`, also with a replica of the expert.
+    MEGATRON_EXT_HOST_DEVICE HostsBelow<Amount> hosts_below() const {
+        return moves_.hosts_below(below_);
+    }
+    // The roomier one of two that take less than `below` each, and `whole` together, with the least
     // room left over.
-    MEGATRON_EXT_HOST_DEVICE Pair<Amount> tightest_pair(Amount whole) const {
+    MEGATRON_EXT_HOST_DEVICE Best<Amount> tightest_pair(Amount whole) const {
         return moves_.tightest_pair(expert_, below_, whole);
     }
     // Whether any rank, host or not, has more room than that.
@@ -81,6 +88,14 @@ class MemoryAtHand {
     // The roomiest host of all, and its room; -1 if there is none.
     MEGATRON_EXT_HOST_DEVICE Best<Amount> roomiest() const {
         return with_room(moves_.roomiest_host());
+    }
+
+    // The roomiest rank without replicas, and its room.
+    MEGATRON_EXT_HOST_DEVICE Best<Amount> roomiest_empty() const {
+        const auto& at = moves_.at();
+        return moves_.best_rank([&](int r) -> Amount {
+            return (at.held[r] == 0) & (moves_.domain().slots > 0) ? at.room[r] : 0;
+        });
     }
 
     // The rank with the highest key above 0, the lowest of equals.
@@ -160,16 +175,20 @@ struct MainLanes : RankLanes {
                                             uint32_t below = kAll,
                                             int changed = -1,
                                             int32_t kept = 0) {
-        const auto word_at = [&](int m) {
-            const uint32_t word = word_of_main(m == changed ? kept : amounts[first + m], m);
-            return word < below ? word : 0;
-        };
-        uint32_t word = lane() < mains ? word_at(lane()) : 0;
-        if constexpr (kMost > kLanes) {
+        if constexpr (kMost <= kLanes) {
+            const bool is_main = lane() < mains;
+            const uint32_t word = word_of_main(amounts[first + (is_main ? lane() : 0)], lane());
+            return is_main ? word : 0;
+        } else {
+            const auto word_at = [&](int m) {
+                const uint32_t word = word_of_main(m == changed ? kept : amounts[first + m], m);
+                return word < below ? word : 0;
+            };
+            uint32_t word = 0;
 #pragma unroll 1
-            for (int m = lane() + kLanes; m < mains; m += kLanes) word = higher(word, word_at(m));
+            for (int m = lane(); m < mains; m += kLanes) word = higher(word, word_at(m));
+            return word;
         }
-        return word;
     }
 };
 
@@ -182,6 +201,8 @@ class RegistersAtHand : MainLanes {
     static constexpr int kEach = Warp::Memory::kRanks / kLanes;
 
   public:
+    static constexpr bool kFindsAll = true;
+
     __device__ explicit RegistersAtHand(Moves<Warp>& moves)
         : moves_(moves), sizes_(moves.domain()), least_(moves.least_room()) {
         load();
@@ -217,10 +238,7 @@ class RegistersAtHand : MainLanes {
 
     __device__ void fetch(int rank) {
         next_word_ = highest_word<kMains>(moves_.at().kept, rank * sizes_.mains, sizes_.mains);
-        Amount room = room_[0];
-#pragma unroll
-        for (int k = 1; k < kEach; ++k) room = rank >= k * kLanes ? room_[k] : room;
-        next_room_ = __shfl_sync(kAll, room, lane_of(rank));
+        next_room_ = __shfl_sync(kAll, of_lane(room_, rank), lane_of(rank));
         next_sends_ = moves_.at().sends[rank];
     }
 
@@ -236,11 +254,12 @@ class RegistersAtHand : MainLanes {
     __device__ void leave() {
         const auto& at = moves_.at();
         const Amount room = -excess_;
+        const uint32_t host_then = host_word(home_, room, of_lane(held_, home_));
 #pragma unroll
         for (int k = 0; k < kEach; ++k) {
             const bool is_home = rank_of(k) == home_;
             room_[k] = is_home ? room : room_[k];
-            host_[k] = is_home ? host_word(home_, room, held_[k]) : host_[k];
+            host_[k] = is_home ? host_then : host_[k];
         }
         if (lane() == 0) {
             at.sends[home_] = sends_;
@@ -271,19 +290,21 @@ class RegistersAtHand : MainLanes {
         uint32_t tight = kAll;
         uint32_t roomy = 0;
         Amount most = room_[0];
+        num_below_ = 0;
 #pragma unroll
         for (int k = 0; k < kEach; ++k) {
             const bool may = !experts_[k].has(expert);
             tight = lower(tight, (host_[k] >= first) & may ? host_[k] : kAll);
             roomy = higher(roomy, (host_[k] < below_) & may ? host_[k] : 0);
             most = room_[k] > most ? room_[k] : most;
+            num_below_ += __popc(__ballot_sync(kAll, is_below(k)));
         }
         tight_ = __reduce_min_sync(kAll, tight);
         roomy_ = __reduce_max_sync(kAll, roomy);
         most_room_ = __reduce_max_sync(kAll, most);
     }
     __device__ Best<Amount> tightest() const {
-        return tight_ == kAll ? Best<Amount>{} : best_of(tight_);
+        return {tight_ == kAll ? -1 : static_cast<int>(tight_ & kMostRank), number_in(tight_)};
     }
     __device__ Best<Amount> roomiest_below() const { return best_of(roomy_); }
     __device__ bool is_any_roomier(Amount than) const { return most_room_ > than; }
@@ -300,6 +321,16 @@ class RegistersAtHand : MainLanes {
         return {room > 0 ? rank_in(word) : -1, room};
     }
 
+    __device__ Best<Amount> roomiest_empty() const {
+        uint32_t word = 0;
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            const bool is_empty = (held_[k] == 0) & (sizes_.slots > 0);
+            word = higher(word, is_empty ? word_of(room_[k], rank_of(k)) : 0);
+        }
+        return best_in(__reduce_max_sync(kAll, word));
+    }
+
     template <class Function>
     __device__ Best<Amount> best_rank(Function key_of) const {
         uint32_t word = 0;
@@ -309,8 +340,7 @@ class RegistersAtHand : MainLanes {
             const Amount key = key_of(r < sizes_.ranks ? r : 0, room_[k]);
             word = higher(word, r < sizes_.ranks ? word_of(key, r) : 0);
         }
-        word = __reduce_max_sync(kAll, word);
-        return {word > 0 ? rank_in(word) : -1, number_in(word)};
+        return best_in(__reduce_max_sync(kAll, word));
     }
 
     struct Held {
@@ -330,31 +360,29 @@ class RegistersAtHand : MainLanes {
         return held;
     }
 
-    __device__ Pair<Amount> tightest_pair(Amount whole) const {
+    __device__ HostsBelow<Amount> hosts_below() const { return {num_below_, number_in(roomy_)}; }
+
+    __device__ Best<Amount> tightest_pair(Amount whole) const {
         auto* const words = reinterpret_cast<uint32_t*>(moves_.at().words);
-        Pair<Amount> pair;
-        bool counts[kEach];
-#pragma unroll
-        for (int k = 0; k < kEach; ++k) {
-            counts[k] = (host_[k] > kMostRank) & (host_[k] < below_);
-            pair.values += __popc(__ballot_sync(kAll, counts[k]));
-        }
-        // What is too little with the roomiest is too little with any.
         const Amount most_room = number_in(roomy_);
-        if (whole - most_room > most_room) return pair;
         const uint32_t least = room_word(whole - most_room > 1 ? whole - most_room : 1, 0);
+        bool may[kEach];
+        int before[kEach];
         int found = 0;
 #pragma unroll
         for (int k = 0; k < kEach; ++k) {
-            const bool may = counts[k] & (host_[k] >= least) & !experts_[k].has(expert_);
-            const unsigned partners = __ballot_sync(kAll, may);
-            const unsigned before = partners & ((1u << lane()) - 1);
-            if (may) words[found + __popc(before)] = host_[k];
+            may[k] = is_below(k) & (host_[k] >= least) & !experts_[k].has(expert_);
+            const unsigned partners = __ballot_sync(kAll, may[k]);
+            before[k] = found + __popc(partners & ((1u << lane()) - 1));
             found += __popc(partners);
         }
-        if (found < 2) return pair;
+        if (found < 2) return {};
         constexpr int kAtOnce = 16;
-        if (lane() < kAtOnce) words[found + lane()] = 0;
+        // Those that may come first, and zeros behind them.
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            words[may[k] ? before[k] : found + rank_of(k) - before[k]] = may[k] ? host_[k] : 0;
+        }
         __syncwarp();
         Amount least_over = whole;
         uint32_t least_higher = kAll;
@@ -388,8 +416,7 @@ class RegistersAtHand : MainLanes {
         const uint32_t first =
             __reduce_min_sync(kAll, least_over == least_of_all ? least_higher : kAll);
         __syncwarp();  // The words may be overwritten.
-        if (first != kAll) pair.higher = best_of(first);
-        return pair;
+        return first == kAll ? Best<Amount>{} : best_of(first);
     }
 
     __device__ void give(Best<Amount> main, Best<Amount> host, Amount amount) {
@@ -397,23 +424,9 @@ class RegistersAtHand : MainLanes {
         const int t = host.index;
         const Amount room = host.key - amount;
         const Amount kept = main.key - amount;
-        bool is_own = false;
-        int32_t held = 0;
-#pragma unroll
-        for (int k = 0; k < kEach; ++k) {
-            const bool is_host = rank_of(k) == t;
-            held = is_host ? held_[k] : held;
-            is_own |= is_host;
-        }
+        const int32_t held = of_lane(held_, t);
         const uint32_t host_then = host_word(t, room, held + 1);
         const int replica = t * sizes_.slots + held;
-        __syncwarp();  // What lanes still read must not change under them.
-        if (is_own) {
-            at.expert[replica] = main.index;
-            at.giver[replica] = home_;
-            at.amount[replica] = amount;
-            at.kept[main.index] = kept;
-        }
 #pragma unroll
         for (int k = 0; k < kEach; ++k) {
             const bool is_host = rank_of(k) == t;
@@ -425,6 +438,15 @@ class RegistersAtHand : MainLanes {
         const int m = main.index - first_;
         const bool is_main = lane() == lane_of(m);
         word_ = is_main ? word_of_main(kept, m) : word_;
+        // Last, in front of what all lanes do together: a compiler may write out twice, for lanes
+        // that store and for those that do not, what comes between.
+        __syncwarp();  // What lanes still read must not change under them.
+        if (lane() == lane_of(t)) {
+            at.expert[replica] = main.index;
+            at.giver[replica] = home_;
+            at.amount[replica] = amount;
+            at.kept[main.index] = kept;
+        }
         if constexpr (kMains > kLanes) {
             __syncwarp();  // Other lanes have written what mains keep.
             const uint32_t word =
@@ -448,6 +470,22 @@ class RegistersAtHand : MainLanes {
         const Amount room = number_in(word);
         return {room > 0 ? static_cast<int>(word & kMostRank) : -1, room};
     }
+
+    // Of the highest word of a number and a rank.
+    __device__ static Best<Amount> best_in(uint32_t word) {
+        return {word > 0 ? rank_in(word) : -1, number_in(word)};
+    }
+
+    // What the lane that has a rank has of it.
+    template <class Value>
+    __device__ static Value of_lane(const Value (&values)[kEach], int rank) {
+        Value value = values[0];
+#pragma unroll
+        for (int k = 1; k < kEach; ++k) value = rank >= k * kLanes ? values[k] : value;
+        return value;
+    }
+
+    __device__ bool is_below(int k) const { return (host_[k] > kMostRank) & (host_[k] < below_); }
 
     __device__ Best<Amount> main_of(uint32_t word) const {
         return {first_ + main_in(word), static_cast<Amount>(kept_in(word))};
@@ -486,6 +524,7 @@ class RegistersAtHand : MainLanes {
     uint32_t tight_ = 0;
     uint32_t roomy_ = 0;
     Amount most_room_ = 0;
+    int num_below_ = 0;
 };
 
 #endif

@@ -91,29 +91,17 @@ class Attempt {
         const Amount room_there = at.room[domain.busiest_first[ranks - 1]];
         const Amount most_room = room_there > 0 ? room_there : 1;
         const Amount last = domain.before();  // no key of a rank that has to shed is above it
-        // Behind the last rank that has to shed, ranks stay where they are.
-        const int count =
-            moves_
-                .best_rank([&](int i) -> Amount {
-                    return i < ranks && at.room[domain.busiest_first[i]] < 0 ? i + 1 : 0;
-                })
-                .key;
-        warp.for_each(count, [&](int i) {
+        const auto key_of = [&](int i) -> Amount {
             const Amount excess = -at.room[domain.busiest_first[i]];
+            if (excess <= 0) return last;
             const Amount rest = excess % most_room;
-            if (excess <= 0) {
-                at.wider[i] = last;
-            } else if (method == Method::kRemainder) {
-                at.wider[i] = most_room - rest;
-            } else if (i == 0) {
-                at.wider[i] = 0;
-            } else {
-                at.wider[i] = 1 + (method == Method::kRising ? excess : rest);
-            }
-        });
-        warp.template sort_rising<Moves<Warp>::kRanks>(count, at.wider, at.step);
-        warp.for_each(
-            ranks, [&](int i) { at.order[i] = domain.busiest_first[i < count ? at.step[i] : i]; });
+            const Amount other = i == 0 ? 0 : 1 + (method == Method::kRising ? excess : rest);
+            return method == Method::kRemainder ? most_room - rest : other;
+        };
+        warp.template place_rising<Moves<Warp>::kRanks>(
+            ranks, key_of, last, at.wider, at.step, [&](int i, int place) {
+                at.order[place] = domain.busiest_first[i];
+            });
         moves_.spend(4 * rounds_of(ranks));
     }
 

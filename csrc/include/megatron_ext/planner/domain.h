@@ -40,6 +40,7 @@ struct Domain : DomainSizes<Amount> {
     const Amount* expert_load;     // [D * M] assignments of all sources
     const Amount* home_load;       // [D] assignments of a rank's mains
     const int32_t* busiest_first;  // [D] ranks
+    const int32_t* hottest;        // [D] main of a rank with most load, of the rank's 0 to M - 1
 
     MEGATRON_EXT_HOST_DEVICE Amount before() const { return home_load[busiest_first[0]]; }
 };
@@ -47,7 +48,7 @@ struct Domain : DomainSizes<Amount> {
 // Whether tries of a domain may count in 32 bits. Nobody has more than the busiest rank, no key is
 // more than twice that, and no sum over the ranks is more than they would have if all had as much.
 MEGATRON_EXT_HOST_DEVICE inline bool is_narrow(int64_t before, int ranks, int64_t min_quota) {
-    constexpr int64_t kMost = int64_t{1} << (32 - kIndexBits);
+    constexpr int64_t kMost = (int64_t{1} << (32 - kIndexBits)) - 1;  // All ones are no word.
     static_assert(kIndexBits > kRankBits, "no key of a rank is more than twice that");
     return before < kMost && min_quota < kMost && before * ranks <= INT32_MAX;
 }

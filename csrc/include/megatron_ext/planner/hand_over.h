@@ -190,13 +190,18 @@ class HandOverAtOnce : MainLanes {
         load();
         const bool may_stop = moves_.may_stop();
         MEGATRON_EXT_ROLLED
-        while (left_ > 0 && !(may_stop && moves_.is_stopped())) {
+        while (true) {
             uint32_t word = 0;
 #pragma unroll
             for (int k = 0; k < kEach; ++k) word = higher(word, word_of(sends_[k], rank_of(k)));
             word = __reduce_max_sync(kAll, word);
-            left_ -= rounds_of(sizes_.ranks);
-            if (word == 0 || !spare(rank_in(word), number_in(word))) break;
+            const bool is_spent = left_ <= 0;
+            left_ -= is_spent ? 0 : rounds_of(sizes_.ranks);
+            const bool is_over = is_spent | (word == 0);
+            if (is_over | may_stop) {
+                if (is_over || moves_.is_stopped()) break;
+            }
+            if (!spare(rank_in(word), number_in(word))) break;
         }
         store();
     }
@@ -241,22 +246,24 @@ class HandOverAtOnce : MainLanes {
     // that can take one over: the smallest that it can.
     __device__ bool spare(int sender, int32_t sends) {
         look_at(sender, sends - 1);
-        uint32_t host = kAll;
-        uint32_t size = kAll;
+        uint32_t size;
+        uint32_t host = find_host(kAll, size);
         MEGATRON_EXT_ROLLED
         while (true) {
-            if (size == kAll) host = find_host(host, size);
             const int32_t work = count_asked(host) * each_;
-            if ((host == 0) | (work - each_ >= left_)) {
-                // It ends when all is spent.
-                left_ -= work < left_ ? work : (left_ + each_ - 1) / each_ * each_;
-                return false;
+            if ((host == 0) | (left_ < each_ * sizes_.ranks)) {  // Mostly all could be asked.
+                if (host == 0 || work - each_ >= left_) {
+                    // It ends when all is spent.
+                    left_ -= work < left_ ? work : (left_ + each_ - 1) / each_ * each_;
+                    return false;
+                }
             }
             if (size > 0 && hand_over(sender, rank_in(host), size)) {
                 left_ -= work;
                 return true;
             }
             size = smallest_for(rank_in(host), size);
+            if (size == kAll) host = find_host(host, size);
         }
     }
 
@@ -353,11 +360,21 @@ class HandOverAtOnce : MainLanes {
         int main = of_rank(hottest_, host);
         Amount kept = of_rank(most_, host);
         bool is_there = false;
+        // What the host returns of the very expert goes back and forth.
+        const Amount of_expert = at.kept[expert] + amount;
+        int returned = -1;
+        Amount of_returned = 0;
+        bool grows[kEach][kSlots];
 #pragma unroll
         for (int k = 0; k < kEach; ++k) {
+            const int rank = rank_of(k);
 #pragma unroll
             for (int s = 0; s < kSlots; ++s) {
-                is_there |= (rank_of(k) == t) & (expert_[k][s] == main);
+                is_there |= (rank == t) & (expert_[k][s] == main);
+                grows[k][s] = (rank == host) & (returned < 0) &
+                              ((expert_[k][s] == expert) | (kept_[k][s] >= amount));
+                returned = grows[k][s] ? expert_[k][s] : returned;
+                of_returned = grows[k][s] ? kept_[k][s] - amount : of_returned;
             }
         }
         if (__ballot_sync(kAll, is_there) != 0) {
@@ -365,20 +382,12 @@ class HandOverAtOnce : MainLanes {
             kept = main < 0 ? 0 : at.kept[main];
             if (kept < amount) return false;
         }
-        // What the host returns of the very expert goes back and forth.
-        const Amount of_expert = at.kept[expert] + amount;
-        int returned = -1;
-        Amount of_returned = 0;
 #pragma unroll
         for (int k = 0; k < kEach; ++k) {
             const int rank = rank_of(k);
 #pragma unroll
             for (int s = 0; s < kSlots; ++s) {
-                const bool grows = (rank == host) & (returned < 0) &
-                                   ((expert_[k][s] == expert) | (kept_[k][s] >= amount));
-                size_[k][s] += grows ? static_cast<uint32_t>(amount) << kIndexBits : 0;
-                returned = grows ? expert_[k][s] : returned;
-                of_returned = grows ? kept_[k][s] - amount : of_returned;
+                size_[k][s] += grows[k][s] ? static_cast<uint32_t>(amount) << kIndexBits : 0;
                 expert_[k][s] = (rank == t) & (s == slot) ? main : expert_[k][s];
             }
             sends_[k] += (rank == host) - (rank == sender);

@@ -23,13 +23,14 @@ class HeldExperts {
         }
     }
 
-    // One more, if `is_held`.
+    // One more, if `is_held`. Plain shifts: a compiler puts the intrinsic behind a branch.
     __device__ void add(int expert, bool is_held) {
+        uint32_t next = kMarks >> 16 | static_cast<uint32_t>(expert);
 #pragma unroll
-        for (int w = kWords - 1; w >= 0; --w) {
-            const uint32_t next =
-                w > 0 ? words_[w - 1] : kMarks | static_cast<uint32_t>(expert) << 16;
-            words_[w] = is_held ? __funnelshift_l(next, words_[w], 16) : words_[w];
+        for (int w = 0; w < kWords; ++w) {
+            const uint32_t word = words_[w];
+            words_[w] = is_held ? word << 16 | next : word;
+            next = word >> 16;
         }
     }
 

@@ -14,6 +14,13 @@
 
 namespace megatron_ext {
 
+// The hosts with less room than some amount, whatever they hold.
+template <class Amount>
+struct HostsBelow {
+    int count;
+    Amount most;  // room of one of them, or more
+};
+
 template <class Amount>
 class SortedHosts {
     using Memory = TryMemory<Amount>;
@@ -102,19 +109,27 @@ class SortedHosts {
                moves.best_rank([&](int r) -> Amount { return at.room[r]; }).key > than;
     }
 
-    // Of those with less than `most`: two with `whole` together and least, but less than `whole`,
-    // left over. Of several pairs the one whose roomier host is the tightest; -1 if there are none.
-    // And how many have less than `most`.
+    // Those with less than `most`.
     template <class Moves>
-    Pair<Amount> tightest_pair(const Moves& moves, int expert, Amount most, Amount whole) const {
+    HostsBelow<Amount> below(const Moves& moves, Amount most) const {
+        const Memory& at = moves.at();
+        const int count = place_of(at, most, -1);
+        return {count, count > 0 ? at.host_room[count - 1] : 0};
+    }
+
+    // Of those with less than `most`: two with `whole` together and least, but less than `whole`,
+    // left over. Of several pairs the one whose roomier host is the tightest, and that host; -1 if
+    // there are none.
+    template <class Moves>
+    Best<Amount> tightest_pair(const Moves& moves, int expert, Amount most, Amount whole) const {
         const Memory& at = moves.at();
         const auto may = [&](int i) { return moves.slot_of(at.host[i], expert) < 0; };
-        Pair<Amount> best;
-        best.values = place_of(at, most, -1);
+        Best<Amount> roomier;
+        const int count = place_of(at, most, -1);
         Amount least_over = whole;
-        const int half = std::min(place_of(at, whole - whole / 2, -1), best.values);
+        const int half = std::min(place_of(at, whole - whole / 2, -1), count);
         int first = half;  // that has enough room with the one looked at, or more
-        for (int larger = half; larger < best.values && least_over > 0; ++larger) {
+        for (int larger = half; larger < count && least_over > 0; ++larger) {
             const Amount room = at.host_room[larger];
             while (first > 0 && at.host_room[first - 1] >= whole - room) --first;
             if (first >= larger) continue;
@@ -125,9 +140,9 @@ class SortedHosts {
             const Amount over = room - (whole - at.host_room[smaller]);
             if (over >= least_over) continue;
             least_over = over;
-            best.higher = {at.host[larger], room};
+            roomier = {at.host[larger], room};
         }
-        return best;
+        return roomier;
     }
 
   private:
@@ -226,20 +241,26 @@ class FlatHosts {
     }
 
     template <class Moves>
-    MEGATRON_EXT_HOST_DEVICE Pair<Amount> tightest_pair(const Moves& moves,
+    MEGATRON_EXT_HOST_DEVICE HostsBelow<Amount> below(const Moves& moves, Amount most) const {
+        const auto& at = moves.at();
+        const int64_t count = moves.warp().sum(moves.domain().ranks, [&](int t) -> int64_t {
+            return at.host_room[t] > 0 && at.host_room[t] < most;
+        });
+        return {static_cast<int>(count), most};
+    }
+
+    template <class Moves>
+    MEGATRON_EXT_HOST_DEVICE Best<Amount> tightest_pair(const Moves& moves,
                                                         int expert,
                                                         Amount most,
                                                         Amount whole) const {
         const auto& at = moves.at();
         const int ranks = moves.domain().ranks;
-        const auto counts = [&](int t) { return at.host_room[t] > 0 && at.host_room[t] < most; };
         moves.warp().for_each(ranks, [&](int t) {
-            at.wider[t] = counts(t) && moves.slot_of(t, expert) < 0 ? at.host_room[t] : 0;
+            const bool may = at.host_room[t] < most && moves.slot_of(t, expert) < 0;
+            at.wider[t] = may ? at.host_room[t] : 0;
         });
-        Pair<Amount> pair = moves.warp().closest_pair(ranks, at.wider, whole);
-        pair.values =
-            static_cast<int>(moves.warp().sum(ranks, [&](int t) -> int64_t { return counts(t); }));
-        return pair;
+        return moves.warp().closest_pair(ranks, at.wider, whole);
     }
 
   private:

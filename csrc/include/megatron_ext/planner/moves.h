@@ -73,13 +73,13 @@ class Moves {
             }
         }
         const auto& at = this->at();
-        warp_.for_each(domain.experts(), [&](int e) { at.kept[e] = domain.expert_load[e]; });
+        warp_.copy(domain.experts(), domain.expert_load, at.kept);
         warp_.for_each(ranks, [&](int i) {
             const int r = domain.busiest_first[i];
             at.room[r] = threshold - (i >= ranks - coldest) - domain.home_load[r];
             at.held[r] = 0;
             at.sends[r] = 0;
-            at.hottest[r] = keeps_most(r);
+            at.hottest[r] = r * domain.mains + domain.hottest[r];
         });
         hosts_.list(*this, /*rising=*/coldest == 0);
         given_.reset(ranks, domain.slots);
@@ -201,9 +201,13 @@ class Moves {
         return hosts_.roomiest_below(*this, expert, most);
     }
 
-    // Two hosts with less room than `most` that take `whole` of `expert` together, with the least
-    // room left over, or -1; and how many hosts have less room than that.
-    MEGATRON_EXT_HOST_DEVICE Pair<Amount> tightest_pair(int expert,
+    MEGATRON_EXT_HOST_DEVICE HostsBelow<Amount> hosts_below(Amount most) const {
+        return hosts_.below(*this, most);
+    }
+
+    // The roomier one of two hosts with less room than `most` that take `whole` of `expert`
+    // together, with the least room left over; -1 if there are none.
+    MEGATRON_EXT_HOST_DEVICE Best<Amount> tightest_pair(int expert,
                                                         Amount most,
                                                         Amount whole) const {
         return hosts_.tightest_pair(*this, expert, most, whole);
@@ -227,12 +231,6 @@ class Moves {
     template <class Function>
     MEGATRON_EXT_HOST_DEVICE Best<Amount> best_rank(Function key_of) const {
         return warp_.template best<kRanks>(domain().ranks, key_of);
-    }
-
-    // Ranks that have to shed; 0 when the threshold is reached.
-    MEGATRON_EXT_HOST_DEVICE Best<Amount> busiest() const {
-        const auto& at = this->at();
-        return best_rank([&](int r) -> Amount { return -at.room[r]; });
     }
 
     // Whether any rank has more room than that.

@@ -51,33 +51,37 @@ MEGATRON_EXT_HOST_DEVICE bool shed_to_roomiest(Moves<Warp>& moves) {
     return is_relieved;
 }
 
-// MoonEP's exact fill: the busiest rank gives the roomiest one all that it lacks.
+// MoonEP's exact fill: the busiest rank gives the roomiest one without replicas all that it lacks.
 template <class Warp>
 MEGATRON_EXT_HOST_DEVICE bool fill_exactly(Moves<Warp>& moves) {
     using Amount = typename Warp::Amount;
-    const auto& at = moves.at();
-    const auto& domain = moves.domain();
+    typename Warp::template AtHand<Warp> at_hand(moves);
+    const auto& sizes = at_hand.sizes();
+    const int32_t work = 5 * rounds_of(sizes.ranks);
+    bool is_reached = false;
     MEGATRON_EXT_ROLLED
     while (true) {
-        const int rank = moves.busiest().index;
-        if (rank < 0) return true;
-        const int t = moves
-                          .best_rank([&](int t) -> Amount {
-                              const bool is_free = at.held[t] == 0 && domain.slots > 0;
-                              return is_free ? at.room[t] : Amount{0};
-                          })
-                          .index;
-        if (t < 0) return false;
+        const int rank = at_hand.best_rank([](int, Amount room) -> Amount { return -room; }).index;
+        is_reached = rank < 0;
+        Best<Amount> host = at_hand.roomiest_empty();
+        if (is_reached || host.index < 0) break;
+        at_hand.fetch(rank);
+        at_hand.turn_to(rank);
         MEGATRON_EXT_ROLLED
-        while (at.room[t] > 0) {
-            moves.spend(5 * rounds_of(domain.ranks));
-            if (!moves.can_take(t)) return false;
-            const int hot = moves.main_for(rank, t);
-            const Amount piece = hot < 0 ? 0 : moves.least(at.room[t], at.kept[hot]);
-            if (piece < domain.min_quota) return false;
-            moves.add(rank, hot, t, piece);
+        for (int held = 0; host.key > 0; ++held) {
+            at_hand.spend(work);
+            // Of what the host has, nothing is left on the rank: the hottest main is none of it.
+            const Best<Amount> hot = at_hand.hottest();
+            const Amount piece = moves.least(host.key, hot.key);
+            if (held == sizes.slots || piece < sizes.min_quota) break;
+            at_hand.give(hot, host, piece);
+            host.key -= piece;
         }
+        at_hand.leave();
+        if (host.key > 0) break;
     }
+    at_hand.store();
+    return is_reached;
 }
 
 }  // namespace megatron_ext

@@ -178,7 +178,7 @@ struct WorkLeft {
 // What a first try may work on.
 MEGATRON_EXT_HOST_DEVICE inline int32_t work_at_start(Method method, int ranks, int mains) {
     const bool is_first =
-        method == Method::kBestFit || method == Method::kRefill || method == Method::kFill;
+        (method == Method::kBestFit) | (method == Method::kRefill) | (method == Method::kFill);
     return is_first ? work_budget(ranks, mains) : work_to_compete(ranks);
 }
 

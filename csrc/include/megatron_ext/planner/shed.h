@@ -14,6 +14,7 @@ namespace megatron_ext {
 template <class Warp>
 class Shedding {
     using Amount = typename Warp::Amount;
+    using At = typename Warp::template AtHand<Warp>;
 
   public:
     MEGATRON_EXT_HOST_DEVICE Shedding(Moves<Warp>& moves, bool pairs)
@@ -23,7 +24,7 @@ class Shedding {
     // or the work is spent. Returns its place in the order, or -1.
     MEGATRON_EXT_HOST_DEVICE int relieve_all() {
         const auto& at = moves_.at();
-        typename Warp::template AtHand<Warp> at_hand(moves_);
+        At at_hand(moves_);
         const int last = at_hand.sizes().ranks - 1;
         const int32_t pass = rounds_of(at_hand.sizes().ranks);
         const Amount min_quota = at_hand.sizes().min_quota;
@@ -42,12 +43,11 @@ class Shedding {
                 ++place;
                 rank = next;
                 at_hand.turn_to(rank);
-                next = at.order[place < last ? place + 1 : place];
+                next = at.order[place < last ? place + 1 : last];
                 at_hand.fetch(next);
             }
             // Those that have too much come first, and one has not: else there is no room anywhere.
-            if ((at_hand.excess() <= 0) | at_hand.is_spent()) break;
-            at_hand.spend(8 * pass);
+            const bool is_over = (at_hand.excess() <= 0) | at_hand.is_spent();
             const Amount whole = at_hand.excess();
             const Best<Amount> hot = at_hand.hottest();
             // A replica that must carry more than the excess may: nobody is hurt by room.
@@ -57,36 +57,46 @@ class Shedding {
             // Hosts with less room than the least piece there are none.
             const Amount from = is_enough ? needed : most >= least_room ? most : Moves<Warp>::kMost;
             at_hand.look(hot.index, from, is_enough ? needed : most);
-            Best<Amount> host = at_hand.tightest();
+            const Best<Amount> tightest = at_hand.tightest();
+            const bool fits = is_enough && tightest.index >= 0;
+            Best<Amount> host = tightest;
             Amount piece = needed;
-            if (!is_enough || host.index < 0) {
-                bool is_pair = false;
-                if (is_enough && pairs_) {
-                    const Pair<Amount> pair = at_hand.tightest_pair(whole);
-                    at_hand.spend(6 * rounds_of(pair.values));
-                    is_pair = pair.higher.index >= 0;
-                    host = pair.higher;
+            int32_t work = 8 * pass;
+            bool may_pair = false;
+            bool may_chain = false;
+            // A GPU has found all of it, and a branch takes longer than what is not needed.
+            if (At::kFindsAll || !fits) {
+                const HostsBelow<Amount> below = at_hand.hosts_below();
+                const bool asks_pair = pairs_ && is_enough && !fits;
+                if (asks_pair) work += 6 * rounds_of(below.count);
+                // What is too little with the roomiest is too little with any.
+                may_pair = asks_pair && whole - below.most <= below.most;
+                // The largest piece, unless a chain carries more.
+                if (tightest.index < 0) host = at_hand.roomiest_below();
+                if (!fits) piece = moves_.least(most, host.key);
+                may_chain = piece < whole && at_hand.is_any_roomier(piece);
+            }
+            at_hand.spend(is_over ? 0 : work);
+            if (is_over | may_pair | may_chain | (host.index < 0)) {  // Mostly it is none of these.
+                if (is_over) break;
+                const Best<Amount> roomier =
+                    may_pair ? at_hand.tightest_pair(whole) : Best<Amount>{};
+                if (roomier.index >= 0) {
+                    host = roomier;
                     piece = host.key;
-                }
-                if (!is_pair) {
-                    // The largest piece, unless a chain carries more.
-                    if (host.index < 0) host = at_hand.roomiest_below();
-                    piece = moves_.least(most, host.key);
-                    const bool may_chain = piece < whole && at_hand.is_any_roomier(piece);
-                    if (may_chain || host.index < 0) {
-                        at_hand.leave();
-                        at_hand.store();
-                        const bool is_moved = (may_chain && chain_.move(rank, whole, piece)) ||
-                                              (host.index < 0 && swap(rank, whole));
-                        at_hand.load();
-                        if (is_moved) {
-                            at_hand.fetch(rank);
-                            at_hand.turn_to(rank);
-                            at_hand.fetch(next);
-                            continue;
-                        }
-                        if (host.index < 0) break;
+                } else if (may_chain || host.index < 0) {
+                    at_hand.leave();
+                    at_hand.store();
+                    const bool is_moved = (may_chain && chain_.move(rank, whole, piece)) ||
+                                          (host.index < 0 && swap(rank, whole));
+                    at_hand.load();
+                    if (is_moved) {
+                        at_hand.fetch(rank);
+                        at_hand.turn_to(rank);
+                        at_hand.fetch(next);
+                        continue;
                     }
+                    if (host.index < 0) break;
                 }
             }
             at_hand.give(hot, host, piece);
