@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <limits>
 #include <numeric>
+#include <type_traits>
 
 #include "megatron_ext/host_device.h"
 
@@ -152,6 +153,9 @@ struct HostWarp {
     void once(Function function) const {
         function();
     }
+
+    // Other lanes may add to the same one.
+    void add(Value& sum, Value more) const { sum += more; }
 };
 
 #ifdef __CUDACC__
@@ -502,6 +506,12 @@ struct DeviceLanes : RankLanes {
         __syncwarp();
         if (lane() == 0) function();
         __syncwarp();
+    }
+
+    __device__ void add(Value& sum, Value more) const {
+        // Of 64 bits there is one for unsigned numbers only; the sum is the same.
+        using Unsigned = std::conditional_t<kNarrow, unsigned, unsigned long long>;
+        atomicAdd(reinterpret_cast<Unsigned*>(&sum), static_cast<Unsigned>(more));
     }
 
   private:

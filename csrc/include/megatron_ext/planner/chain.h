@@ -101,34 +101,30 @@ class Chain {
 
     MEGATRON_EXT_HOST_DEVICE void take(const Step* steps, int length, Amount carried) {
         const auto& at = moves_.at();
+        const auto& warp = moves_.warp();
         const int rank = steps[length - 1].from;
-        moves_.warp().once([&] {
-            MEGATRON_EXT_ROLLED
-            for (int i = 0; i < length; ++i) {
-                const Step& step = steps[i];
-                if (step.replica < 0) {
-                    const Amount kept = at.kept[step.expert] - carried;
-                    moves_.place_replica(at, step.expert, step.from, step.to, carried, kept);
-                } else {
-                    const Amount more = step.shrinks ? -carried : carried;
-                    at.amount[step.replica] += more;
-                    at.kept[step.expert] -= more;
-                }
+        // Each rank of a chain is the end of one step, so of these no two change the same; but
+        // two may change what a main keeps: a replica of it may shrink before another one grows.
+        warp.for_each(length, [&](int i) {
+            const Step& step = steps[i];
+            const Amount more = step.shrinks ? -carried : carried;
+            warp.add(at.kept[step.expert], -more);
+            if (step.replica < 0) {
+                moves_.place_replica(at, step.expert, step.from, step.to, carried);
+            } else {
+                at.amount[step.replica] += more;
             }
-            // Only now, because another replica moves to the slot of one that is dropped.
-            MEGATRON_EXT_ROLLED
-            for (int i = 0; i < length; ++i) {
-                if (steps[i].shrinks) moves_.drop_if_empty(steps[i].from, steps[i].expert);
-            }
-            at.room[rank] += carried;
-            at.room[steps[0].to] -= carried;
-            MEGATRON_EXT_ROLLED
-            for (int i = 0; i < length; ++i) moves_.update_host(steps[i].to);
-            moves_.update_host(rank);
+            if (i == 0) at.room[step.to] -= carried;
+            if (i == length - 1) at.room[rank] += carried;
         });
-        moves_.warp().for_each(length + 1, [&](int i) {
+        // Only now, because another replica moves to the slot of one that is dropped.
+        warp.for_each(length, [&](int i) {
+            if (steps[i].shrinks) moves_.drop_if_empty(steps[i].from, steps[i].expert);
+        });
+        warp.for_each(length + 1, [&](int i) {
             const int changed = i < length ? steps[i].to : rank;
             at.hottest[changed] = moves_.keeps_most(changed);
+            moves_.update_host(changed);
         });
         moves_.spend(2 * length * rounds_of(moves_.domain().ranks));
     }

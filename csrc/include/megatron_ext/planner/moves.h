@@ -100,7 +100,8 @@ class Moves {
             const Amount room_there = at.room[t] - amount;
             const Amount room_home = at.room[home] + amount;
             const int32_t held_home = at.held[home];
-            const int32_t held_there = place_replica(at, expert, home, t, amount, kept);
+            const int32_t held_there = place_replica(at, expert, home, t, amount);
+            at.kept[expert] = kept;
             at.room[t] = room_there;
             at.room[home] = room_home;
             hosts_.update(at, t, room_of_host(room_there, held_there));
@@ -117,16 +118,15 @@ class Moves {
         return {hot, at.kept[hot]};
     }
 
-    // By one lane; returns how many replicas rank t holds then. `kept`: what the main keeps. Reads
-    // come first, so that they do not wait for each other behind writes.
-    MEGATRON_EXT_HOST_DEVICE int32_t place_replica(
-        const TryMemory<Amount>& at, int expert, int home, int t, Amount amount, Amount kept) {
+    // By one lane; returns how many replicas rank t holds then. Reads come first, so that they do
+    // not wait for each other behind writes.
+    MEGATRON_EXT_HOST_DEVICE int32_t
+    place_replica(const TryMemory<Amount>& at, int expert, int home, int t, Amount amount) {
         const int32_t held = at.held[t];
         const int32_t sends = at.sends[home];
         const int k = t * domain().slots + held;
         at.held[t] = held + 1;
         at.sends[home] = sends + 1;
-        at.kept[expert] = kept;
         at.expert[k] = expert;
         at.giver[k] = home;
         at.amount[k] = amount;
