@@ -140,7 +140,7 @@ def _hardware(content: dict[str, Any], path: Path) -> Hardware:
     if unknown := sorted(set(given) - set(known)):
         raise ValueError(f"{path}: unknown constant {unknown[0]!r}; known: {', '.join(known)}")
     for name in known:
-        if name not in given:
+        if not isinstance(given.get(name), dict):  # Also no reference to something of another kind.
             raise ValueError(f"{path}: {name} must be there, as {{value: ..., source: ...}}")
     filed = read_into(
         _File, {name: content[name] for name in ("summary", "constants") if name in content}, path

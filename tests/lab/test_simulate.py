@@ -479,12 +479,13 @@ def test_wrong_hardware_files(tmp_path, old, new, message):
         read_hardware(str(path))
 
 
-def test_a_constant_is_missing(tmp_path):
+@pytest.mark.parametrize("instead", [[], ["  overlap: ${constants.relay_threshold.value}"]])
+def test_a_constant_is_missing(instead, tmp_path):
     path = tmp_path / "hand.yaml"
     write_hardware(path, a_machine())
     lines = path.read_text().splitlines()
     at = lines.index("  overlap:")
-    path.write_text("\n".join(lines[:at] + lines[at + 3 :]))
+    path.write_text("\n".join(lines[:at] + instead + lines[at + 3 :]))
     with pytest.raises(ValueError, match="overlap must be there"):
         read_hardware(str(path))
 
