@@ -459,7 +459,7 @@ class BlockPlanner {
         if (domain.even) {
             if (method == Method::kFill) run_here();
             __syncthreads();
-            decided = then.pays_for(verdict_of(Method::kFill));
+            decided = then.pays_for(results_.of_warp[static_cast<int>(Method::kFill)]);
         }
         if (!decided) {
             if (warp_idx() >= kMethods) {
@@ -490,10 +490,6 @@ class BlockPlanner {
   private:
     __device__ static int thread() { return static_cast<int>(threadIdx.x); }
     __device__ static int warp_idx() { return DeviceWarp::warp(); }
-
-    __device__ Verdict verdict_of(Method method) const {
-        return results_.of_warp[static_cast<int>(method)];
-    }
 
     __device__ static Method method_of_probe(int warp) {
         return warp % 2 == 0 ? Method::kRefill : Method::kBestFit;

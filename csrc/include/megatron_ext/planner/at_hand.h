@@ -166,7 +166,8 @@ struct MainLanes : RankLanes {
         return static_cast<int32_t>(word >> kIndexBits);
     }
 
-    // The highest word below `below` of this lane's mains; main `changed` keeps `kept`.
+    // The highest word of this lane's mains. Where it may have several: below `below`, and main
+    // `changed` keeps `kept`.
     //   amounts  of experts; the mains are `mains` of them, from `first` on, at most kMost
     template <int kMost>
     __device__ static uint32_t highest_word(const int32_t* amounts,

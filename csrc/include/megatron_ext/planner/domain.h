@@ -60,7 +60,7 @@ MEGATRON_EXT_HOST_DEVICE inline int32_t rounds_of(int count) { return (count + 3
 // Arrays of a try, in memory of the caller.
 template <class Amount>
 struct TryMemory {
-    int64_t* words;     // [D + 8] for a device's collectives; see also hosts.h
+    int64_t* words;     // [D] for what lanes put side by side; see also hosts.h
     Amount* room;       // [D] assignments a rank may still take; below 0 it has to shed some
     Amount* host_room;  // [D] the same of hosts; see hosts.h
     Amount* width;      // [D] what a chain carries to a rank
@@ -87,7 +87,7 @@ struct TryMemory {
         int offset = 0;
         const int d = ranks;
         // Those of one number first: where that is known to the compiler, so is their place.
-        put(words, memory, offset, d + 8);
+        put(words, memory, offset, d);
         put(room, memory, offset, d);
         put(host_room, memory, offset, d);
         put(width, memory, offset, d);

@@ -64,7 +64,7 @@ class Shedding {
             int32_t work = 8 * pass;
             bool may_pair = false;
             bool may_chain = false;
-            // A GPU has found all of it, and a branch takes longer than what is not needed.
+            // Where all of it is found already, a branch takes longer than what is not needed.
             if (At::kFindsAll || !fits) {
                 const HostsBelow<Amount> below = at_hand.hosts_below();
                 const bool asks_pair = pairs_ && is_enough && !fits;
