@@ -363,16 +363,13 @@ class Forward:
             self.give_back()
 
     def _begin_backward(self, grad: Tensor | None) -> tuple[Tensor | None]:
-        """Start to materialize the replicas again; with fusion their gradients begin at zero."""
+        """Start to materialize the replicas again."""
         self.replicas_of_backward()
         self._rematerialize()
         if not self.reduces:
             self.release_plan()
         elif self.mains.fused:
-            assert self.buffers is not None
             self._require_whole_backward()
-            self.buffers.begin_fused(self.slot_grads)
-            self.aside = self.mains.set_aside(self.plan.experts_in_slots, self.buffers.ep_rank)
         return (grad,)
 
     def _require_whole_backward(self) -> None:
@@ -389,8 +386,17 @@ class Forward:
             )
 
     def _await_replicas(self, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        """Wait for the replicas; starts to materialize them if nothing has done so yet."""
+        """Wait for the replicas; starts to materialize them if nothing has done so yet.
+
+        With fusion their gradients begin at zero, once a backward: the experts may run in parts.
+        Not in the combine's backward, which the combined schedule has on another stream: what is
+        set aside there would be that stream's memory again when the reduction ends, on this one.
+        """
         rematerializing = self._rematerialize()
+        if self.reduces and self.mains.fused and self.aside is None:
+            assert self.buffers is not None
+            self.buffers.begin_fused(self.slot_grads)
+            self.aside = self.mains.set_aside(self.plan.experts_in_slots, self.buffers.ep_rank)
         with stage_of_backward(PUSH_WAIT, self.layer_number):
             rematerializing.wait()
         if self.reduces and (self.is_held_back or self.delayed is not None):
@@ -470,7 +476,7 @@ class Forward:
         with stage_of_backward(REDUCE_START, self.layer_number):
             replicas = self.replicas_of_backward()
             aside, self.aside = self.aside, None
-            assert (aside is not None) == self.mains.fused, "`_begin_backward` comes first"
+            assert (aside is not None) == self.mains.fused, "`_await_replicas` comes first"
             # In a backward for something else, `main_grad` stays as it was.
             self.in_place = everywhere if self.mains.fused else _accumulated().__contains__
             totals = self.mains.totals(self.slot_grads, in_place=self.in_place)

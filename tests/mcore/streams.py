@@ -3,14 +3,16 @@
 On the CPU every operation is done when it is issued, in one order. On a GPU only what a stream has
 waited for is done. Here each stream counts its operations, and knows how many of each other stream
 are done for sure: of those that it waited for. `Watch` sees every operation of PyTorch on the
-slots' memory, and every push and pull, and holds it against what its stream knows. `WatchAll` sees
+slots' memory, and every push and pull, and holds it against what its stream knows. It also sees
+which stream takes memory that it has freed while another stream still uses it. `WatchAll` sees
 every operation of PyTorch on any memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -122,6 +124,63 @@ class Memory:
     read: list[tuple[Tick, str]] = field(default_factory=list)
 
 
+@dataclass
+class Block:
+    """Memory that an operation has allocated, and the last use of it by each stream."""
+
+    allocated: str
+    used: dict[str, tuple[int, str]] = field(default_factory=dict)
+    recorded: set[str] = field(default_factory=set)
+
+
+class Freed:
+    """Memory as PyTorch's allocator for GPUs has it: freed, it is its stream's again at once.
+
+    Attributes:
+        num_freed: Blocks that another stream than their own has used.
+        errors: What a stream may overwrite though another stream still uses it.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, Block] = {}
+        self._freed: dict[str, list[Block]] = {}
+        self.num_freed = 0
+        self.errors: list[str] = []
+
+    def allocate(self, tensors: Iterable[Tensor], stream: Stream, what: str) -> None:
+        """Note memory that an operation of a stream has made, if it is new."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._blocks:
+                continue
+            for block in self._freed.pop(stream.name, []):
+                self.errors += [
+                    f"what {block.allocated} allocated is memory for {what} while {use} reads it"
+                    for other, (number, use) in block.used.items()
+                    if not stream.knows((other, number))
+                ]
+            block = self._blocks[storage._cdata] = Block(f"{what} on {stream.name}")
+            weakref.finalize(storage, self._free, storage._cdata, stream.name)
+
+    def use(self, tensors: Iterable[Tensor], tick: Tick, what: str) -> None:
+        """Note a use of some memory, if it was allocated here."""
+        for tensor in tensors:
+            if block := self._blocks.get(tensor.untyped_storage()._cdata):
+                block.used[tick[0]] = (tick[1], what)
+
+    def record(self, tensor: Tensor, stream: Any) -> None:
+        """Let memory wait for a stream's uses of it: `Tensor.record_stream`."""
+        if block := self._blocks.get(tensor.untyped_storage()._cdata):
+            block.recorded.add(stream.name)
+
+    def _free(self, address: int, stream: str) -> None:
+        block = self._blocks.pop(address)
+        for each in (stream, *block.recorded):
+            block.used.pop(each, None)
+        self.num_freed += bool(block.used)
+        self._freed.setdefault(stream, []).append(block)
+
+
 class Watch(TorchDispatchMode):
     """Watches slot buffers, and stands before their transport as a GPU's transport would.
 
@@ -130,6 +189,7 @@ class Watch(TorchDispatchMode):
     Attributes:
         num_checks: Pairs of operations whose order was looked at.
         errors: The pairs that a GPU may run in the other order.
+        freed: The memory of what operations return.
     """
 
     def __init__(self, buffers: Any, *, waits_for_reads: bool = True) -> None:
@@ -153,9 +213,19 @@ class Watch(TorchDispatchMode):
         }
         self.num_checks = 0
         self.errors: list[str] = []
+        self.freed = Freed()
+        self._recording = ExitStack()
+
+    def __enter__(self) -> Watch:
+        record = mock.patch.object(
+            Tensor, "record_stream", lambda tensor, stream: self.freed.record(tensor, stream)
+        )
+        self._recording.enter_context(record)
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._recording.close()
         self._buffers.transport = self._transport
 
     def __getattr__(self, name: str) -> Any:
@@ -185,16 +255,19 @@ class Watch(TorchDispatchMode):
         for total in (total for of_segment in totals for total in of_segment):
             memory = self._by_address.setdefault(total.data_ptr(), Memory("totals"))
             self._access(memory, self._pull_stream, True, f"pull of {label}")
-        return self._ended_on(
-            self._pull_stream, self._transport.pull_add(transfers, slot_grads, totals, aside, label)
-        )
+        # The transport keeps these until somebody has waited for the pull.
+        used = _tensors((totals, aside))
+        self.freed.use(used, self._pull_stream.tick(), f"pull of {label}")
+        pending = self._transport.pull_add(transfers, slot_grads, totals, aside, label)
+        return self._ended_on(self._pull_stream, pending, used)
 
-    def _ended_on(self, stream: Stream, pending: Any) -> Any:
-        ended, wait = Event(), pending.wait
+    def _ended_on(self, stream: Stream, pending: Any, used: Sequence[Tensor] = ()) -> Any:
+        ended, wait, kept = Event(), pending.wait, [used]
         ended.record(stream)
 
         def wait_for_stream() -> None:
             ended.wait()
+            kept.clear()
             # The transport on the CPU copies by operations, which are no one's.
             with torch.utils._python_dispatch._disable_current_modes():
                 wait()
@@ -205,25 +278,29 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        for argument, schema in zip(args, function._schema.arguments, strict=False):
-            self._see(argument, schema, function)
+        arguments = dict(
+            zip((each.name for each in function._schema.arguments), args, strict=False)
+        )
+        arguments |= kwargs or {}
+        tick = Stream.current.tick()
         for schema in function._schema.arguments:
-            if schema.name in kwargs:
-                self._see(kwargs[schema.name], schema, function)
-        return function(*args, **kwargs)
+            self._see(_tensors(arguments.get(schema.name)), schema, tick, str(function))
+        results = function(*args, **(kwargs or {}))
+        given = {each.untyped_storage()._cdata for each in _tensors(arguments)}
+        made = (each for each in _tensors(results) if each.untyped_storage()._cdata not in given)
+        self.freed.allocate(made, Stream.current, str(function))
+        return results
 
-    def _see(self, argument: Any, schema: Any, function: Any) -> None:
+    def _see(self, tensors: Sequence[Tensor], schema: Any, tick: Tick, what: str) -> None:
         alias = schema.alias_info
         if alias is not None and not alias.is_write:
             return  # A view reads nothing.
-        for tensor in tree_leaves(argument):
-            if isinstance(tensor, Tensor) and tensor.numel():
-                memory = self._by_storage.get(tensor.untyped_storage().data_ptr())
-                memory = memory or self._by_address.get(tensor.data_ptr())
-                if memory is not None:
-                    writes = alias is not None
-                    self._access(memory, Stream.current, writes, str(function))
+        self.freed.use(tensors, tick, what)
+        for tensor in tensors:
+            memory = self._by_storage.get(tensor.untyped_storage().data_ptr())
+            memory = memory or self._by_address.get(tensor.data_ptr())
+            if memory is not None:
+                self._access(memory, Stream.current, alias is not None, what)
 
     def _access(self, memory: Memory, stream: Stream, writes: bool, what: str) -> None:
         self.num_checks += (memory.written is not None) + len(memory.read) * writes
@@ -282,10 +359,11 @@ class WatchAll(TorchDispatchMode):
         return results
 
 
+def _tensors(values: Any) -> list[Tensor]:
+    """All tensors among some values that have elements."""
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.numel()]
+
+
 def _addresses(values: Any) -> set[int]:
     """Of the memory of all tensors among some values."""
-    return {
-        each.untyped_storage().data_ptr()
-        for each in tree_leaves(values)
-        if isinstance(each, Tensor) and each.numel()
-    }
+    return {each.untyped_storage().data_ptr() for each in _tensors(values)}

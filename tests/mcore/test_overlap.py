@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -171,15 +171,33 @@ def test_replicas_pushed_while_another_microbatch_has_the_slots_are_noticed() ->
         run_ranks(_train_broken, case.world_size, case, _pushing_before_dispatch)
 
 
-def watched_step(rank: int, settings: dict[str, Any], dtype: torch.dtype) -> tuple[int, list[str]]:
-    """Look at the streams of a step; return the number of pairs, and those without an order."""
+def without_a_join() -> Any:
+    """Let transformer layers be of a class that knows nothing of balancing."""
+    from megatron_ext.mcore.moe_layer import JoiningTransformerLayer
+
+    def run(layer: Any, run: Any, args: Any, kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    return mock.patch.object(JoiningTransformerLayer, "_joined", run)
+
+
+class Watched(NamedTuple):
+    """What `Watch` has seen."""
+
+    num_checks: int
+    num_freed: int
+    errors: list[str]
+
+
+def watched_step(rank: int, settings: dict[str, Any], dtype: torch.dtype) -> Watched:
+    """Look at the streams of a step, and at the memory that they free."""
     with clocked_streams():
         gpt = balanced_gpt(dict(ep=2, num_layers=3) | settings, EXACT, dtype=dtype)
         gpt.forward_backward(0, num_microbatches=2)  # Its first forward makes the slots.
         (buffers,) = {inside.slot_buffers(layer) for layer in balanced_layers(gpt)}
         with Watch(buffers) as watch:
-            gpt.forward_backward(1, num_microbatches=3)
-    return watch.num_checks, watch.errors
+            gpt.forward_backward(1, num_microbatches=4)
+    return Watched(watch.num_checks, watch.freed.num_freed, watch.errors + watch.freed.errors)
 
 
 ORDERED = {
@@ -196,9 +214,39 @@ ORDERED = {
 @pytest.mark.option("overlap")
 @pytest.mark.parametrize(("settings", "dtype"), ORDERED.values(), ids=ORDERED.keys())
 def test_streams_use_the_slots_in_order(settings: dict[str, Any], dtype: torch.dtype) -> None:
-    for num_checks, errors in run_ranks(watched_step, 2, settings, dtype):
-        assert num_checks >= 12
-        assert errors == []
+    for watched in run_ranks(watched_step, 2, settings, dtype):
+        assert watched.num_checks >= 12
+        assert watched.errors == []
+
+
+def _watched_step_without_a_join(
+    rank: int, settings: dict[str, Any], dtype: torch.dtype
+) -> Watched:
+    with without_a_join():
+        return watched_step(rank, settings, dtype)
+
+
+# Gradients in 16 bits are set aside, and the reduction reads them on a stream of its own.
+SET_ASIDE = OVERLAP | FUSED | dict(ddp=dict(grad_reduce_in_fp32=False))
+STAGES = dict(num_layers=4, pp=2, vpp=2)
+
+
+@pytest.mark.option("overlap")
+@pytest.mark.parametrize(
+    ("step", "settings"),
+    [
+        (watched_step, SET_ASIDE),
+        (watched_step, SET_ASIDE | STAGES),
+        (_watched_step_without_a_join, SET_ASIDE),
+    ],
+    ids=["joined", "interleaved", "without a join"],
+)
+def test_memory_is_free_when_all_streams_have_used_it(
+    step: Callable[..., Watched], settings: dict[str, Any]
+) -> None:
+    for watched in run_ranks(step, 2 * settings.get("pp", 1), settings, torch.bfloat16):
+        assert watched.num_freed > 0
+        assert watched.errors == []
 
 
 def _wait_for_no_reads() -> Any:
@@ -227,7 +275,7 @@ def _watch_broken(
     rank: int, break_it: Callable[[], Any], settings: dict[str, Any], dtype: torch.dtype
 ) -> list[str]:
     with break_it():
-        return watched_step(rank, settings, dtype)[1]
+        return watched_step(rank, settings, dtype).errors
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from tests.mcore.test_overlap import (
     train_with_and_without,
     train_with_graphs,
     watched_step,
+    without_a_join,
 )
 from tests.mcore.test_partial_graphs import ALL
 from tests.ranks import run_ranks
@@ -140,13 +141,7 @@ def test_training_with_partial_graphs_is_the_same(
 
 
 def _train_without_a_join(rank: int, case: Case) -> tuple[int, list[str]]:
-    """Train layers whose transformer layers are of a class that knows nothing of balancing."""
-    from megatron_ext.mcore.moe_layer import JoiningTransformerLayer
-
-    def run(layer: Any, run: Any, args: Any, kwargs: Any) -> Any:
-        return run(*args, **kwargs)
-
-    with mock.patch.object(JoiningTransformerLayer, "_joined", run):
+    with without_a_join():
         return train_with_and_without(rank, case)
 
 
@@ -204,6 +199,6 @@ def test_a_broken_order_changes_gradients(broken: Any) -> None:
 @pytest.mark.option("delayed_gradients")
 @pytest.mark.parametrize("schedule", [DELAY, *[BESIDE] * HAS_BLOCKS], ids=str)
 def test_streams_use_the_slots_in_order(schedule: dict[str, Any]) -> None:
-    for num_checks, errors in run_ranks(watched_step, 2, EXPERTS | schedule, torch.float32):
-        assert num_checks >= 12
-        assert errors == []
+    for watched in run_ranks(watched_step, 2, EXPERTS | schedule, torch.float32):
+        assert watched.num_checks >= 12
+        assert watched.errors == []
