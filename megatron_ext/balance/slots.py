@@ -78,6 +78,8 @@ class SlotBuffers:
         """The forward that planned last for these slots."""
         # The last reduction. The forward keeps the reduction and its totals alive.
         self._reducing: weakref.ref[Reducing] | None = None
+        # Its transfer, until somebody has waited for it.
+        self._reduction: Pending | None = None
         # Whether a slot's gradient may be other than zero.
         self._are_grads_used = False
         self._num_virtual_layers = 0
@@ -225,7 +227,7 @@ class SlotBuffers:
             label,
         )
         reducing = Reducing(self, pending, totals)
-        self._reducing = weakref.ref(reducing)
+        self._reducing, self._reduction = weakref.ref(reducing), pending
         return reducing
 
     def _zero_grads(self, slot_grads: Sequence[Tensor | None]) -> None:
@@ -235,15 +237,19 @@ class SlotBuffers:
         self._are_grads_used = False
 
     def _end_reduction(self) -> None:
-        # The forward keeps a running reduction alive. If the reference is dead, the step was
-        # aborted, and there is nothing to wait for.
+        # The forward keeps a running reduction alive. Without it, a backward did not come to the
+        # join, and its reduction may still read the slots' gradients.
         if self._reducing is not None and (reducing := self._reducing()) is not None:
             reducing.wait()
+        elif self._reduction is not None:
+            self._reduction.wait()
+            self._reduction = None
+            self._are_grads_used = False
 
     def reset(self) -> None:
         """Forget an aborted step; every rank of the EP group calls before the next one."""
         self._resident = None
-        self._reducing = None
+        self._reducing = self._reduction = None
         self.transport.reset()
         # Now, because the next backward may be a replay, which does not ask.
         self._zero_grads(self.slot_grads)
@@ -289,7 +295,7 @@ class Reducing:
         if self._pending is not None:
             with timed("reduce", self._started):
                 self._pending.wait()
-            self._pending = None
+            self._pending = self._buffers._reduction = None
             self._buffers._are_grads_used = False
         return self._totals
 

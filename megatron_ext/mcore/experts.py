@@ -106,7 +106,7 @@ def let_all_microbatches_accumulate(experts: nn.Module) -> None:
     Transformer Engine's linears treat their first forward as the first microbatch of a step: the
     gradient overwrites `main_grad`. Experts that run in parts would lose the gradients of the parts
     whose backward came before. DDP has zeroed `main_grad` already, so adding is right. Megatron
-    sets "first" again only for quantized weights; there a push takes it away (quantized.py).
+    sets "first" again only in models that quantize; there quantized.py takes it away.
     """
     module: Any
     for module in experts.modules():

@@ -298,6 +298,10 @@ class QuantizedWeights(TEGroupedWeights):
         with ExitStack() as stack:
             for name in LINEARS:
                 linear = getattr(self._experts, name)
+                if not self._precisions[name].parts:
+                    # A push says so to quantized ones. Experts may run in parts, and the part that
+                    # took itself for the first microbatch would overwrite the others' gradients.
+                    linear.is_first_microbatch = False
                 lent = self._quantizers.setdefault(name, SlotQuantizers(linear, num_slots))
                 stack.enter_context(lent.lent())
             stack.enter_context(_padding_for_slots(self._experts, num_slots))

@@ -173,7 +173,12 @@ def test_gradients_of_something_else_leave_main_grads_as_they_were(case: dict[st
 
 
 class LateTransport(CollectiveTransport):
-    """Reads slot gradients as late as a transport may: in the wait for their sums."""
+    """Reads slot gradients as late as a transport may: in the wait for their sums.
+
+    If nobody waits, before the next ones are read.
+    """
+
+    last: Any = mock.Mock()
 
     def pull_add(self, *arguments: Any) -> Any:
         def wait() -> None:
@@ -181,8 +186,10 @@ class LateTransport(CollectiveTransport):
                 done.append(True)
                 pull_add(*arguments).wait()
 
+        self.last.wait()
         pull_add, done = super().pull_add, []
-        return mock.Mock(wait=wait)
+        self.last = mock.Mock(wait=wait)
+        return self.last
 
 
 def _beside(gpt: TinyGPT) -> None:
@@ -205,16 +212,27 @@ def _beside(gpt: TinyGPT) -> None:
         hook.remove()
 
 
-def _two_reductions(rank: int, fused: bool) -> None:
+def _without_the_join(gpt: TinyGPT) -> None:
+    """A backward that ends between the experts and their layer's input, and then all gradients."""
+    weight = gpt.chunks[0].module.decoder.layers[1].self_attention.linear_qkv.weight
+    torch.autograd.grad(_loss(gpt, 0), weight)
+    _loss(gpt, 0).backward()  # Of the same tokens, whose replicas are in the same slots.
+
+
+def _two_reductions(rank: int, fused: bool, backwards: Backwards) -> None:
     case = dict(ep=2, gradient_accumulation_fusion=fused)
     balance = BalanceConfig(tolerance=0.0, transport="collective", max_in_flight=2)
     with mock.patch(inside.MAKE_TRANSPORT, lambda name, group, *_: LateTransport(group)):
-        _assert_equal_gradients(case, balance, _beside, STEP_TOLERANCE)
+        _assert_equal_gradients(case, balance, backwards, STEP_TOLERANCE)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_gradient_slots_are_not_taken_from_a_reduction_that_reads_them(fused: bool) -> None:
-    run_ranks(_two_reductions, 2, fused)
+@pytest.mark.parametrize(
+    ("fused", "backwards"), [(False, _beside), (True, _beside), (False, _without_the_join)]
+)
+def test_gradient_slots_are_not_taken_from_a_reduction_that_reads_them(
+    fused: bool, backwards: Backwards
+) -> None:
+    run_ranks(_two_reductions, 2, fused, backwards)
 
 
 DETACHED_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [

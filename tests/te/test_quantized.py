@@ -461,6 +461,17 @@ def test_own_tokens_first_without_slots_is_the_same() -> None:
         assert found.gradients == 0
 
 
+def test_own_tokens_first_where_a_layer_is_not_quantized_is_the_same() -> None:
+    """No push of that layer's tells its linears that this is no first microbatch."""
+    settings = IN_16_BITS | dict(
+        gradient_accumulation_fusion=True,
+        first_last_layers_bf16=True,
+        num_layers_at_start_in_bf16=1,
+        num_layers_at_end_in_bf16=0,
+    )
+    assert_training_is_the_same(Case("mxfp8", settings, balance=dict(local_first=True)))
+
+
 def _train_with_graphs(rank: int, name: str, case: GraphCase) -> tuple[int, int]:
     answer_like(GPU[name])
     return train_with_and_without(rank, case)
