@@ -49,9 +49,8 @@ class CudaTransport(OneSidedTransport):
             together.
         timeout_s: Longest wait for a peer, in seconds.
         relay_threshold: Most sends of a rank without relays (`relay.py`).
-        push_blocks: Blocks that copy, of four warps each; by default as `budget_of` the GPU.
-        grad_reduce_share: Blocks that add, of 256 threads each, as a share of the multiprocessors;
-            by default likewise.
+        push_blocks: Blocks that copy; by default as `budget_of` the GPU.
+        grad_reduce_share: Blocks that add, as a share of the multiprocessors; by default likewise.
 
     Raises:
         RuntimeError: The compiled library is missing or has no CUDA part.
