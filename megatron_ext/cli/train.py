@@ -48,12 +48,7 @@ def dry_run(options: argparse.Namespace) -> None:
         options.overrides, options.config_dir, options.config_name, num_ranks=options.ranks
     )
     imbalance = _imbalance(options.imbalance, config.parallel.ep_size)
-    from megatron_ext.lab.forecast import (
-        forecast_costs,
-        forecast_replication,
-        forecast_step,
-        forecast_transport,
-    )
+    from megatron_ext.lab.forecast import forecast, forecast_transport
     from megatron_ext.lab.hardware import recipe_hardware
 
     vocab_size, vocab_from = _vocabulary(config)
@@ -68,17 +63,14 @@ def dry_run(options: argparse.Namespace) -> None:
     from megatron_ext.trainer.model.settings import assumes_transformer_engine
 
     counted = count(config, num_ranks=num_ranks, vocab_size=vocab_size, imbalances=(1.0, imbalance))
-    replicating = next((stage for stage in counted.stages if stage.expert_params), None)
     replication = costs = step = fits = None
-    if hardware is not None and replicating is not None:
-        costs = forecast_costs(config, replicating, hardware)
-        try:
-            replication = forecast_replication(
-                config, replicating, tokens=counted.tokens, imbalance=imbalance, hardware=hardware
-            )
-            step = forecast_step(config, counted, imbalance=imbalance, hardware=hardware)
-        except ValueError as error:
-            raise ConfigError([f"--imbalance ({imbalance}): {error}"]) from None
+    try:
+        if hardware and (
+            expected := forecast(config, counted, imbalance=imbalance, hardware=hardware)
+        ):
+            costs, replication, step = expected.costs, expected.replication, expected.step
+    except ValueError as error:
+        raise ConfigError([f"--imbalance ({imbalance}): {error}"]) from None
     most = max(stage.static + stage.activations[imbalance] for stage in counted.stages)
     if hardware is not None and most > hardware.memory_bytes:
         fits = what_fits(
