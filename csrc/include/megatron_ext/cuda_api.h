@@ -68,14 +68,6 @@ struct SharedQuotas {
     const int64_t* quota;  // [E, R]
 };
 
-// Share every quota among the source ranks, as split_quota() does.
-//   split  [num_sources, E, R] out: the rows of the sources from `first_source` on
-cudaError_t split_quota_cuda(const SharedQuotas& quotas,
-                             int64_t first_source,
-                             int64_t num_sources,
-                             int64_t* split,
-                             cudaStream_t stream);
-
 // What number_instances() reads and writes.
 struct PlacedInstances {
     const int32_t* slots;     // [R, S]
@@ -113,7 +105,7 @@ struct Sealing {
     int64_t* seal;  // [1] out
 };
 
-// Share every quota, as split_quota() does for one source, number the instances, lay the shares on
+// Share every quota, as split_quota() does, number the instances, lay the shares on
 // lines, and count what comes to the rank, as count_arriving() and sum_arriving() do; seal the
 // plan, as seal_plan() does.
 //   split     [E, R] out
