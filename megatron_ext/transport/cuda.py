@@ -97,8 +97,6 @@ class CudaTransport(OneSidedTransport):
             raise ValueError(
                 f"transport cuda has memory of {self._heap.device} only, not of {device}"
             )
-        if shape[0] == 0:  # no slots: nothing will be moved
-            return torch.zeros(shape, dtype=dtype, device=device)
         slot_bytes = math.prod(shape[1:]) * dtype.itemsize
         num_bytes = torch.classes.megatron_ext.PeerExchange.segment_bytes(shape[0], slot_bytes)
         mine, addresses = self._heap.share(num_bytes)

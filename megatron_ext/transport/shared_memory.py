@@ -85,8 +85,6 @@ class SharedMemoryTransport(OneSidedTransport):
         """Return a zeroed buffer that the domain's ranks map; see `Transport.allocate`."""
         if device.type != "cpu":
             raise ValueError(f"transport shared_memory has memory of the CPU only, not of {device}")
-        if shape[0] == 0:  # no slots: nothing will be moved
-            return torch.zeros(shape, dtype=dtype)
         if math.prod(shape) == 0:
             raise ValueError(f"a segment must have elements, got slots of {list(shape)}")
         num_bytes = math.prod(shape) * dtype.itemsize
