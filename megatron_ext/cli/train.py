@@ -145,13 +145,12 @@ def _budget(config: TrainConfig) -> dict[str, Any]:
 def _vocabulary(config: TrainConfig) -> tuple[int, str]:
     """Return the number of tokens that the model knows, and who says so."""
     from megatron_ext.data.tokenizer import ByteTokenizer
-    from megatron_ext.trainer.data import open_data
-    from megatron_ext.trainer.validate import has_data
+    from megatron_ext.trainer.data import find_data
 
     if config.model.vocab_size:
         return config.model.vocab_size, "model.vocab_size"
-    if has_data(config):
-        return open_data(config).vocab_size, f"the data in {config.data.path}"
+    if manifest := find_data(config):
+        return manifest.vocab_size, f"the data in {config.data.path}"
     return ByteTokenizer.vocab_size, "bytes, as there are no data and model.vocab_size is 0"
 
 
