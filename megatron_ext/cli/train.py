@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.cli.output import DONE, columns, show
 
 if TYPE_CHECKING:
+    from megatron_ext.lab.forecast import Forecast
+    from megatron_ext.lab.hardware import Hardware
     from megatron_ext.trainer.config import TrainConfig
-    from megatron_ext.trainer.model.dry_run import Buffers, Stage
+    from megatron_ext.trainer.model.dry_run import DryRun, Stage
+    from megatron_ext.transport import Choice
 
 _GB = 1e9
 
@@ -41,45 +44,20 @@ def dry_run(options: argparse.Namespace) -> None:
     """Print what the run would need, and as JSON the settings, too."""
     from omegaconf import OmegaConf
 
-    from megatron_ext.config import ConfigError
     from megatron_ext.trainer.compose import load_without_data
 
     config, num_ranks = load_without_data(
         options.overrides, options.config_dir, options.config_name, num_ranks=options.ranks
     )
     imbalance = _imbalance(options.imbalance, config.parallel.ep_size)
-    from megatron_ext.lab.forecast import forecast, forecast_transport
-    from megatron_ext.lab.hardware import recipe_hardware
-
     vocab_size, vocab_from = _vocabulary(config)
-    try:
-        hardware = recipe_hardware(config)
-        transport = forecast_transport(config, hardware)
-    except (ValueError, RuntimeError) as error:
-        raise ConfigError([str(error)]) from None
+    hardware, transport = _machine(config)
 
     from megatron_ext.trainer.model.dry_run import dry_run as count
-    from megatron_ext.trainer.model.dry_run import recommended_buffers, what_fits
     from megatron_ext.trainer.model.settings import assumes_transformer_engine
 
     counted = count(config, num_ranks=num_ranks, vocab_size=vocab_size, imbalances=(1.0, imbalance))
-    replication = costs = step = fits = None
-    try:
-        if hardware and (
-            expected := forecast(config, counted, imbalance=imbalance, hardware=hardware)
-        ):
-            costs, replication, step = expected.costs, expected.replication, expected.step
-    except ValueError as error:
-        raise ConfigError([f"--imbalance ({imbalance}): {error}"]) from None
-    most = max(stage.static + stage.activations[imbalance] for stage in counted.stages)
-    if hardware is not None and most > hardware.memory_bytes:
-        fits = what_fits(
-            config,
-            num_ranks=num_ranks,
-            vocab_size=vocab_size,
-            imbalance=imbalance,
-            memory_bytes=hardware.memory_bytes,
-        )
+    costs, replication, step = _forecast(config, counted, imbalance, hardware)
     report = {
         "config": OmegaConf.to_container(OmegaConf.structured(config)),
         "ranks": num_ranks,
@@ -92,13 +70,8 @@ def dry_run(options: argparse.Namespace) -> None:
         },
         "imbalance": imbalance,
         "stages": [_stage(stage, imbalance) for stage in counted.stages],
-        "buffers": _buffers(
-            recommended_buffers(config, tokens=counted.tokens),
-            counted.stages,
-            imbalance,
-            choices=counted.tokens * config.model.topk,
-        ),
-        "fits_with": fits and {"overrides": fits[0], "bytes": fits[1]},
+        "buffers": _buffers(config, counted, imbalance),
+        "fits_with": _fits_with(config, counted, imbalance, hardware, vocab_size),
         "memory_bytes": None if hardware is None else hardware.memory_bytes,
         "machine": None if hardware is None else hardware.summary,
         "layers": "transformer_engine" if assumes_transformer_engine(config) else "local",
@@ -111,7 +84,7 @@ def dry_run(options: argparse.Namespace) -> None:
             "link_bandwidth": costs and costs.link_bandwidth,
             "assignment_time": costs and costs.assignment_time,
         },
-        "replication": None if replication is None else dataclasses.asdict(replication),
+        "replication": replication and dataclasses.asdict(replication),
         "step": step and dataclasses.asdict(step) | {"speed_up": step.speed_up},
     }
     show(options, report, _lines)
@@ -126,6 +99,57 @@ def _imbalance(asked: float | None, ep_size: int) -> float:
     if not 1 <= asked <= ep_size:
         raise ConfigError([f"--imbalance ({asked}) must be from 1 to parallel.ep_size ({ep_size})"])
     return asked
+
+
+def _machine(config: TrainConfig) -> tuple[Hardware | None, Choice]:
+    """Return the machine that the recipe names, and what replicas move over there."""
+    from megatron_ext.config import ConfigError
+    from megatron_ext.lab.forecast import forecast_transport
+    from megatron_ext.lab.hardware import recipe_hardware
+
+    try:
+        hardware = recipe_hardware(config)
+        return hardware, forecast_transport(config, hardware)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError([str(error)]) from None
+
+
+def _forecast(
+    config: TrainConfig, counted: DryRun, imbalance: float, hardware: Hardware | None
+) -> Forecast:
+    """Return what balancing would do there; nothing without a machine or experts."""
+    from megatron_ext.config import ConfigError
+    from megatron_ext.lab.forecast import Forecast, forecast
+
+    if hardware is None:
+        return Forecast()
+    try:
+        return forecast(config, counted, imbalance=imbalance, hardware=hardware)
+    except ValueError as error:
+        raise ConfigError([f"--imbalance ({imbalance}): {error}"]) from None
+
+
+def _fits_with(
+    config: TrainConfig,
+    counted: DryRun,
+    imbalance: float,
+    hardware: Hardware | None,
+    vocab_size: int,
+) -> dict[str, Any] | None:
+    """Return with which settings a run would fit that does not; None if it does, or none are."""
+    from megatron_ext.trainer.model.dry_run import what_fits
+
+    most = max(stage.static + stage.activations[imbalance] for stage in counted.stages)
+    if hardware is None or most <= hardware.memory_bytes:
+        return None
+    fits = what_fits(
+        config,
+        num_ranks=counted.num_ranks,
+        vocab_size=vocab_size,
+        imbalance=imbalance,
+        memory_bytes=hardware.memory_bytes,
+    )
+    return fits and {"overrides": fits[0], "bytes": fits[1]}
 
 
 def _budget(config: TrainConfig) -> dict[str, Any]:
@@ -164,14 +188,16 @@ def _stage(stage: Stage, imbalance: float) -> dict[str, Any]:
     }
 
 
-def _buffers(
-    buffers: Buffers | None, stages: list[Stage], imbalance: float, *, choices: int
-) -> dict[str, Any] | None:
+def _buffers(config: TrainConfig, counted: DryRun, imbalance: float) -> dict[str, Any] | None:
     """Return the buffers that plans allow, and what they save of a rank's activations."""
+    from megatron_ext.trainer.model.dry_run import recommended_buffers
+
+    buffers = recommended_buffers(config, tokens=counted.tokens)
     if buffers is None or imbalance == 1:
         return None
     # Activations grow with the rows of experts, of which even loads have as many as choices.
-    most = max(stage.activations[imbalance] - stage.activations[1.0] for stage in stages)
+    choices = counted.tokens * config.model.topk
+    most = max(stage.activations[imbalance] - stage.activations[1.0] for stage in counted.stages)
     rows_saved = buffers.usual_rows - buffers.rows
     saved = round(most / (imbalance - 1) * rows_saved / choices)
     return dataclasses.asdict(buffers) | {"saved_bytes": saved}

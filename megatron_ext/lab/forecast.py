@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,15 +71,14 @@ class StepForecast:
         return self.without_ms / self.step_ms
 
 
-@dataclass(frozen=True, kw_only=True)
-class Forecast:
+class Forecast(NamedTuple):
     """What a run would choose and move."""
 
-    costs: LayerCosts
-    """What `balance.objective=time` plans by."""
-    replication: Replication | None
+    costs: LayerCosts | None = None
+    """What `balance.objective=time` plans by; None for a model without experts."""
+    replication: Replication | None = None
     """None if the run makes no plans, or has nobody to share with."""
-    step: StepForecast | None
+    step: StepForecast | None = None
     """None where the simulator has no model of the run: with tensor parallelism, with replicas that
     were placed before, for one EP rank, and for strategies that neither plan nor leave Megatron's
     layers."""
@@ -87,15 +86,15 @@ class Forecast:
 
 def forecast(
     config: TrainConfig, dry_run: DryRun, *, imbalance: float, hardware: Hardware
-) -> Forecast | None:
-    """Plan loads of this imbalance, busiest rank / mean; return None for a model without experts.
+) -> Forecast:
+    """Plan loads of this imbalance, busiest rank / mean.
 
     Raises:
         ValueError: No load of so many experts and ranks has this imbalance.
     """
     stage = next((stage for stage in dry_run.stages if stage.expert_params), None)
     if stage is None:
-        return None
+        return Forecast()
     costs = forecast_costs(config, stage, hardware)
     balance, replication, step = config.balance, None, None
     plans = _makes_plans(config)
