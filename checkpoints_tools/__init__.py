@@ -2,14 +2,6 @@
 
 Their `path` is a checkpoint, a folder of checkpoints, or a run directory. From a folder the newest
 checkpoint is taken. Without one they raise `FileNotFoundError`.
-
-compare.py   two of them, up to the order of experts
-contents.py  keys and shapes, without loading weights
-folder.py    a checkpoint as files: whole, unchanged, whose
-norms.py     norms of the experts
-pickles.py   pickles read without running what is in them
-relayout.py  experts under other numbers, so on other ranks
-tensors.py   its tensors, whole or in part
 """
 
 from checkpoints_tools.compare import Comparison, compare

@@ -17,7 +17,9 @@ def main() -> int:
     except KeyboardInterrupt:  # In a training before there are ranks, whose launcher deals with it.
         import signal
 
-        return 128 + signal.SIGINT
+        from megatron_ext.trainer.ranks.signals import exit_status
+
+        return exit_status(signal.SIGINT)
 
 
 # Checkpoint writers are spawned and import this file again.

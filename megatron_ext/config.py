@@ -1,7 +1,7 @@
 """Settings of balancing, with their only defaults, and what settings are made of.
 
-Those of a training run are in `trainer/config.py`. Recipes (YAML) hold only differences; C++ has no
-defaults; no environment variable changes results.
+Those of a training run are in `trainer/config.py`. What a recipe (YAML) leaves out has its default;
+C++ has no defaults; no environment variable changes results.
 """
 
 from __future__ import annotations

@@ -18,13 +18,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.published_recipes import SETTINGS, excluded_by, read_record
+from tests.published_recipes import SETTINGS, read_record
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -251,12 +250,6 @@ def note_options(items: Iterable[pytest.Item]) -> None:
             item.user_properties.append(("option", name))
 
 
-REFUSED = {
-    "cuda_graph_impl": "graphs of whole layers",
-}
-"""README's words for refused fields of TransformerConfig that recipes set."""
-
-
 _WORST = ("failed", "passed", "skipped")
 
 
@@ -318,16 +311,14 @@ def readme(text: str, record: Record) -> str:
 
 
 def _short_table(record: Record) -> list[str]:
-    works = [
-        f"| {option.brief} | {' | '.join(_words(option, _outcomes(name, record)))} |"
-        for name, option in OPTIONS.items()
-        if option.brief
-    ]
-    refused = [f" {words} | {_num_excluded(field)} |" for field, words in REFUSED.items()]
     return [
-        f"| option | {' | '.join(VERSIONS)} | refused | recipes |",
-        "|---" * (3 + len(VERSIONS)) + "|",
-        *(left + right for left, right in zip_longest(works, refused, fillvalue=" | |")),
+        f"| option | {' | '.join(VERSIONS)} |",
+        "|---" * (1 + len(VERSIONS)) + "|",
+        *(
+            f"| {option.brief} | {' | '.join(_words(option, _outcomes(name, record)))} |"
+            for name, option in OPTIONS.items()
+            if option.brief
+        ),
     ]
 
 
@@ -360,8 +351,8 @@ _REFUSED_HEAD = """
 balanced layer refuses them again when it is built. A row without an entry under *with* holds for
 every strategy but `none` and `ideal`.
 
-| setting | with | recipes | allowed | reason, and the way out |
-|---|---|---|---|---|"""
+| setting | with | allowed | reason, and the way out |
+|---|---|---|---|"""
 
 
 def _outcomes(name: str, record: Record) -> dict[str, dict[str, str]]:
@@ -414,12 +405,6 @@ def _num_recipes(share: str) -> str:
     )
 
 
-def _num_excluded(field: str) -> str:
-    """Return how many recipes a refused field excludes."""
-    found = sum(field in excluded_by(recipe) for recipe in read_record())
-    return str(found) if found else ""
-
-
 def _refusals() -> list[str]:
     # Here, as Megatron is imported with it.
     from megatron_ext.balance.strategies import STRATEGIES
@@ -434,7 +419,6 @@ def _refusals() -> list[str]:
     return [
         f"| `{rule.field}` "
         f"| {', '.join(f'`{each}`' for each in _used_with(rule, used_with))} "
-        f"| {_num_excluded(rule.field)} "
         f"| {' or '.join(f'`{value!r}`' for value in rule.allowed)} "
         f"| {rule.reason}; {rule.way_out} |"
         for used_with, rules in (

@@ -112,24 +112,6 @@ SharedQuotas shared_quotas(const Tensor& load, const Tensor& quota) {
             quota.const_data_ptr<int64_t>()};
 }
 
-Tensor split_quota_op(const Tensor& load, const Tensor& quota, std::optional<int64_t> source_rank) {
-    check_split(load, quota, source_rank);
-    check_one_device({load, quota});
-    const c10::cuda::CUDAGuard guard(load.device());
-    const int64_t ranks = load.size(0);
-    const int64_t experts = load.size(1);
-    const Tensor loads = with_whole_rows(load);
-    const Tensor quotas = quota.contiguous();
-    Tensor split = source_rank.has_value() ? at::empty({experts, ranks}, load.options())
-                                           : at::empty({ranks, experts, ranks}, load.options());
-    C10_CUDA_CHECK(split_quota_cuda(shared_quotas(loads, quotas),
-                                    source_rank.value_or(0),
-                                    source_rank.has_value() ? 1 : ranks,
-                                    split.mutable_data_ptr<int64_t>(),
-                                    current_stream()));
-    return split;
-}
-
 Lines lines_in(const Tensor& memory, int64_t experts, int64_t ranks) {
     return Lines::in(memory.mutable_data_ptr(), experts, ranks);
 }
@@ -322,7 +304,6 @@ TORCH_LIBRARY_IMPL(megatron_ext, CUDA, m) {
     m.impl("count_load", &megatron_ext::count_load_op);
     m.impl("solve_quota", &megatron_ext::solve_quota_op);
     m.impl("solve_ladder", &megatron_ext::solve_ladder_op);
-    m.impl("split_quota", &megatron_ext::split_quota_op);
     m.impl("share_plan", &megatron_ext::share_plan_op);
     m.impl("share_and_seal", &megatron_ext::share_and_seal_op);
     m.impl("assign", &megatron_ext::assign_op);

@@ -201,7 +201,6 @@ class TensorExchange : public torch::CustomClassHolder {
         exchange.restart(static_cast<uint64_t>(generation));
         aborted_at_.reset();
     }
-    int64_t bytes_sent() { return open().bytes_sent(); }
 
     // End the thread and let the memory go.
     void close() {
@@ -284,6 +283,5 @@ TORCH_LIBRARY_FRAGMENT(megatron_ext, m) {
         .def("gather", &megatron_ext::TensorExchange::gather)
         .def("abort", &megatron_ext::TensorExchange::abort)
         .def("restart", &megatron_ext::TensorExchange::restart)
-        .def("bytes_sent", &megatron_ext::TensorExchange::bytes_sent)
         .def("close", &megatron_ext::TensorExchange::close);
 }

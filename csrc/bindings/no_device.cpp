@@ -17,7 +17,6 @@ TORCH_LIBRARY_IMPL(megatron_ext, CUDA, m) {
     for (const char* name : {"count_load",
                              "solve_quota",
                              "solve_ladder",
-                             "split_quota",
                              "share_plan",
                              "share_and_seal",
                              "assign",

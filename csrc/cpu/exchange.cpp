@@ -229,8 +229,6 @@ void Exchange::copy(const PushTask& task, const CopyTask& copy, uint64_t generat
                 std::memcpy(address(segment, place) + first, source.memory + first, bytes);
                 publish(&SlotFlags::filled, place, progress);
             }
-            bytes_sent_.fetch_add(bytes * static_cast<int64_t>(copy.destinations.size()),
-                                  std::memory_order_relaxed);
         }
     }
 }

@@ -86,16 +86,6 @@ def home_imbalances(loads: Sequence[Tensor]) -> Tensor:
     return torch.cat([imbalances(home_loads(torch.stack(each))) for each in alike.values()])
 
 
-def mean_loads(load: Tensor) -> Tensor:
-    """Return the mean assignments of a rank, rounded up: int64 [...], of a load [..., R, E].
-
-    >>> mean_loads(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 0]])).tolist()
-    8
-    """
-    total, ranks = load.sum((-2, -1)), load.shape[-2]
-    return total // ranks + (total % ranks != 0)
-
-
 def max_fanouts(plan: BalancePlan) -> Tensor:
     """Return the number of replicas of the expert with most replicas: int64 [...]."""
     held = plan.experts_in_slots.flatten(-2).long() + 1  # 0 is an empty slot
@@ -103,15 +93,19 @@ def max_fanouts(plan: BalancePlan) -> Tensor:
     return counts.scatter_add_(-1, held, torch.ones_like(held))[..., 1:].amax(-1)
 
 
+def home_ranks(plan: BalancePlan) -> Tensor:
+    """Return the home rank of the replica in each slot, or -1: int32 [..., R, S]."""
+    held = plan.experts_in_slots
+    return torch.where(held >= 0, held // plan.layout.mains_per_rank, -1)
+
+
 def rank_sends(plan: BalancePlan) -> Tensor:
     """Return how many replicas each rank sends, of all its mains: int64 [..., R].
 
     Source: UltraEP, Eq. 5.
     """
-    mains = plan.layout.mains_per_rank
-    held = plan.experts_in_slots.flatten(-2)
-    home = torch.where(held >= 0, held // mains, -1)
-    ranks = torch.arange(plan.layout.ep_size, device=held.device)
+    home = home_ranks(plan).flatten(-2)
+    ranks = torch.arange(plan.layout.ep_size, device=home.device)
     return (home[..., None] == ranks).sum(-2)
 
 

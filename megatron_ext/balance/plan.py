@@ -155,7 +155,8 @@ def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None)
     proportional shares, sums of rows and of columns are exact (docs/decisions/001).
 
     Args:
-        load: The load the plan was made for, int64 [R, E].
+        load: The load the plan was made for, int64 [R, E]. Of a GPU it is read on the CPU: a layer
+            has its shares from `share_plan`.
         plan: One plan (not a batch).
         source_rank: The rank whose rows are wanted; all of them if None.
 
@@ -175,7 +176,8 @@ def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None)
     Source: UltraEP, Algorithm 1 (SolveReroute); differs from it in how residuals meet.
     """
     load_library()
-    return torch.ops.megatron_ext.split_quota(load, plan.quota, source_rank)
+    split = torch.ops.megatron_ext.split_quota(load.cpu(), plan.quota.cpu(), source_rank)
+    return split.to(load.device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_ext.arguments import existing_path
 from megatron_ext.cli import hugging_face, options
-from megatron_ext.cli.output import DONE, FAILED, columns, progress, show
+from megatron_ext.cli.output import DONE, FAILED, columns, show
 
 
 def add(commands: Any) -> None:
@@ -64,9 +64,7 @@ def add(commands: Any) -> None:
         help="made by `place sem_moe` or `place eplb`",
     )
     options.add_out(relayout, "DIR", "folder to make", required=True)
-    relayout.add_argument(
-        "--dry-run", action="store_true", help="check everything, and write nothing"
-    )
+    options.add_dry_run(relayout)
     hugging_face.add(checkpoint)
 
 
@@ -198,16 +196,11 @@ def run_relayout(arguments: argparse.Namespace) -> int:
     check_folders(arguments.out)
     layout = read_layout(arguments.layout)
     prepared = prepare_relayout(arguments.path, layout, arguments.out)
-    if not arguments.dry_run:
-        with progress("Copying", prepared.num_bytes, in_bytes=True) as on_bytes:
-            prepared.write(on_bytes)
     report = {
         "path": str(arguments.out),
         "layers": list(layout),
         "tensors": prepared.num_tensors,
-        "bytes": prepared.num_bytes,
-        "free_bytes": prepared.free_bytes(),
-        "written": not arguments.dry_run,
+        **options.write_prepared(arguments, "Copying", prepared),
     }
     return show(arguments, report, _relayout_lines)
 
@@ -217,5 +210,4 @@ def _relayout_lines(report: dict[str, Any]) -> Iterator[str]:
     moved = "moved      " if report["written"] else "would move "
     yield f"{moved} {report['tensors']} tensors in {len(report['layers'])} layers"
     if not report["written"]:
-        room = "enough" if report["free_bytes"] >= report["bytes"] else "NOT enough"
-        yield f"needs       {report['bytes']:,} bytes, {report['free_bytes']:,} are free: {room}"
+        yield options.room_line(report)

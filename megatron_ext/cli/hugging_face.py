@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.cli import options
-from megatron_ext.cli.output import progress, show
+from megatron_ext.cli.output import show
 
 
 def add(checkpoint: Any) -> None:
@@ -43,9 +43,7 @@ def add(checkpoint: Any) -> None:
     )
     for command in (bring, take):
         options.add_out(command, "DIR", "folder to make", required=True)
-        command.add_argument(
-            "--dry-run", action="store_true", help="check everything, and write nothing"
-        )
+        options.add_dry_run(command)
 
 
 def run_import(arguments: argparse.Namespace) -> int:
@@ -75,17 +73,12 @@ def _run(arguments: argparse.Namespace, conversion: str, *folders: Path) -> int:
     from megatron_ext.trainer.hugging_face import convert
 
     with getattr(convert, conversion)(*folders, arguments.out) as prepared:
-        if not arguments.dry_run:
-            with progress("Writing", prepared.num_bytes, in_bytes=True) as on_bytes:
-                prepared.write(on_bytes)
         report = {
             "path": str(prepared.out),
             "settings": prepared.settings,
             "tensors": prepared.num_tensors,
             "left_out": prepared.left_out,
-            "bytes": prepared.num_bytes,
-            "free_bytes": prepared.free_bytes(),
-            "written": not arguments.dry_run,
+            **options.write_prepared(arguments, "Writing", prepared),
         }
     if conversion == "importing":
         report["recipe"] = str(prepared.out / convert.RECIPE)
@@ -100,8 +93,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         more = f" and {len(left_out) - 3:,} more" if len(left_out) > 3 else ""
         yield f"left out    {', '.join(left_out[:3])}{more}: the trainer's model has no such tensor"
     if not report["written"]:
-        room = "enough" if report["free_bytes"] >= report["bytes"] else "NOT enough"
-        yield f"needs       {report['bytes']:,} bytes, {report['free_bytes']:,} are free: {room}"
+        yield options.room_line(report)
         yield from (
             f"{section}.{name}={value}"
             for section, values in report["settings"].items()

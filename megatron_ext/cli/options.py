@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.arguments import existing_path, positive
-from megatron_ext.cli.output import warn
+from megatron_ext.cli.output import progress, warn
 from megatron_ext.config import COST_UNITS, BalanceConfig, no_setting
 
 if TYPE_CHECKING:
@@ -198,6 +198,34 @@ def add_out(
     parser.add_argument("--out", type=_new_path, required=required, metavar=metavar, help=text)
     if replaces:
         parser.add_argument("--overwrite", action="store_true", help=f"replace {replaces}")
+
+
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """Add the option of commands that end with `write_prepared`."""
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, and write nothing"
+    )
+
+
+def write_prepared(arguments: argparse.Namespace, what: str, prepared: Any) -> dict[str, Any]:
+    """Write a checkpoint that was prepared, unless it is a dry run; return what the report says.
+
+    `what` stands in front of the progress: "Copying".
+    """
+    if not arguments.dry_run:
+        with progress(what, prepared.num_bytes, in_bytes=True) as on_bytes:
+            prepared.write(on_bytes)
+    return {
+        "bytes": prepared.num_bytes,
+        "free_bytes": prepared.free_bytes(),
+        "written": not arguments.dry_run,
+    }
+
+
+def room_line(report: dict[str, Any]) -> str:
+    """Say whether there is room for what a dry run did not write."""
+    room = "enough" if report["free_bytes"] >= report["bytes"] else "NOT enough"
+    return f"needs       {report['bytes']:,} bytes, {report['free_bytes']:,} are free: {room}"
 
 
 def _new_path(text: str) -> Path:

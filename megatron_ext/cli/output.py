@@ -12,7 +12,6 @@ from megatron_ext.arguments import one_line, plain
 from megatron_ext.files.json_files import json_text
 
 DONE, FAILED = 0, 1
-INTERRUPTED = 130  # As shells report a command that Ctrl-C ended.
 
 
 def show(

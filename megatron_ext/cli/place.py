@@ -16,6 +16,12 @@ def add(commands: Any) -> None:
     place = options.add_group(
         commands, "place", "place replicas or experts before a run, from the record of another"
     )
+    _add_craft(place)
+    _add_eplb(place)
+    _add_sem_moe(place)
+
+
+def _add_craft(place: Any) -> None:
     craft = options.add_command(
         place,
         "craft",
@@ -45,6 +51,9 @@ def add(commands: Any) -> None:
         help="put equally many replicas on every rank over all layers, so that memory is even",
     )
     _add_file(craft, "PLACEMENT.npz")
+
+
+def _add_eplb(place: Any) -> None:
     eplb = options.add_command(
         place,
         "eplb",
@@ -62,6 +71,9 @@ def add(commands: Any) -> None:
             option, type=positive, default=1, metavar=metavar, help=f"{what} (%(default)s)"
         )
     _add_file(eplb, "LAYOUT.npz")
+
+
+def _add_sem_moe(place: Any) -> None:
     sem_moe = options.add_command(
         place,
         "sem_moe",

@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ext.arguments import did_you_mean
-from megatron_ext.files.opening import open_regular
+from megatron_ext.arguments import did_you_mean, plain
+from megatron_ext.files.opening import NotRegularError, whole_lines
 
 _POLL_S = 2.0
 """Between two looks at a job: often enough for people, seldom enough for a controller."""
@@ -58,8 +58,12 @@ def follow(job: str, logs: Mapping[str, Path]) -> bool:
             if was_answered:
                 sys.stdout.write(f"{error}; job {job} goes on, and Slurm is asked again\n")
             was_answered = False
-        for label, file in logs.items():
-            read[label] += _print_new(file, read[label], label)
+        for label in list(read):
+            try:
+                read[label] += _print_new(logs[label], read[label], label)
+            except NotRegularError as error:  # The job goes on, and so do its other logs.
+                del read[label]
+                sys.stdout.write(f"{plain(str(error))}; this log is followed no more\n")
         sys.stdout.flush()
         if ends is None:
             time.sleep(_POLL_S)
@@ -81,15 +85,19 @@ def _ends(job: str) -> set[str] | None:
 
 
 def _print_new(file: Path, start: int, label: str) -> int:
-    """Print the whole lines of a file from a byte on; return how many bytes they have."""
+    """Print the whole lines of a file from a byte on; return how many bytes they have.
+
+    Raises:
+        NotRegularError: See `whole_lines`.
+    """
     if not file.exists():
         return 0
-    with open_regular(file, follow=True) as log:
-        log.seek(start)
-        lines = log.read().rpartition(b"\n")[0]
-    for line in lines.decode(errors="replace").splitlines():
-        sys.stdout.write(f"{label}{line}\n")
-    return len(lines) + 1 if lines else 0
+    num_bytes = 0
+    for whole in whole_lines(file, start, follow=True):
+        num_bytes += len(whole)
+        for line in whole[:-1].decode(errors="replace").splitlines() or [""]:
+            sys.stdout.write(plain(f"{label}{line}\n"))
+    return num_bytes
 
 
 def _ask(*command: str, given: str | None = None, gone: str | None = None) -> str:

@@ -9,6 +9,7 @@ import argparse
 import itertools
 import re
 import shlex
+import signal
 import sys
 import unicodedata
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.arguments import WRONG_USAGE, OneLineParser, error_line, positive
-from megatron_ext.cli.output import DONE, FAILED, INTERRUPTED
+from megatron_ext.cli.output import DONE, FAILED
+from megatron_ext.trainer.ranks.signals import exit_status
 
 if TYPE_CHECKING:
     from megatron_ext.trainer.config import TrainConfig
@@ -87,7 +89,7 @@ def _queue_and_follow(options: argparse.Namespace, script: str) -> int:
         return DONE if slurm.follow(job, logs) else FAILED
     except KeyboardInterrupt:
         sys.stdout.write(f"\njob {job} goes on; `scancel {job}` ends it\n")
-        return INTERRUPTED
+        return exit_status(signal.SIGINT)
 
 
 def parser() -> OneLineParser:

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.cli.output import DONE, columns, show
 
 if TYPE_CHECKING:
+    from megatron_ext.lab.forecast import Forecast
+    from megatron_ext.lab.hardware import Hardware
     from megatron_ext.trainer.config import TrainConfig
-    from megatron_ext.trainer.model.dry_run import Buffers, Stage
+    from megatron_ext.trainer.model.dry_run import DryRun, Stage
+    from megatron_ext.transport import Choice
 
 _GB = 1e9
 
@@ -41,53 +44,20 @@ def dry_run(options: argparse.Namespace) -> None:
     """Print what the run would need, and as JSON the settings, too."""
     from omegaconf import OmegaConf
 
-    from megatron_ext.config import ConfigError
     from megatron_ext.trainer.compose import load_without_data
 
     config, num_ranks = load_without_data(
         options.overrides, options.config_dir, options.config_name, num_ranks=options.ranks
     )
     imbalance = _imbalance(options.imbalance, config.parallel.ep_size)
-    from megatron_ext.lab.forecast import (
-        forecast_costs,
-        forecast_replication,
-        forecast_step,
-        forecast_transport,
-    )
-    from megatron_ext.lab.hardware import recipe_hardware
-
     vocab_size, vocab_from = _vocabulary(config)
-    try:
-        hardware = recipe_hardware(config)
-        transport = forecast_transport(config, hardware)
-    except (ValueError, RuntimeError) as error:
-        raise ConfigError([str(error)]) from None
+    hardware, transport = _machine(config)
 
     from megatron_ext.trainer.model.dry_run import dry_run as count
-    from megatron_ext.trainer.model.dry_run import recommended_buffers, what_fits
     from megatron_ext.trainer.model.settings import assumes_transformer_engine
 
     counted = count(config, num_ranks=num_ranks, vocab_size=vocab_size, imbalances=(1.0, imbalance))
-    replicating = next((stage for stage in counted.stages if stage.expert_params), None)
-    replication = costs = step = fits = None
-    if hardware is not None and replicating is not None:
-        costs = forecast_costs(config, replicating, hardware)
-        try:
-            replication = forecast_replication(
-                config, replicating, tokens=counted.tokens, imbalance=imbalance, hardware=hardware
-            )
-            step = forecast_step(config, counted, imbalance=imbalance, hardware=hardware)
-        except ValueError as error:
-            raise ConfigError([f"--imbalance ({imbalance}): {error}"]) from None
-    most = max(stage.static + stage.activations[imbalance] for stage in counted.stages)
-    if hardware is not None and most > hardware.memory_bytes:
-        fits = what_fits(
-            config,
-            num_ranks=num_ranks,
-            vocab_size=vocab_size,
-            imbalance=imbalance,
-            memory_bytes=hardware.memory_bytes,
-        )
+    costs, replication, step = _forecast(config, counted, imbalance, hardware)
     report = {
         "config": OmegaConf.to_container(OmegaConf.structured(config)),
         "ranks": num_ranks,
@@ -100,13 +70,8 @@ def dry_run(options: argparse.Namespace) -> None:
         },
         "imbalance": imbalance,
         "stages": [_stage(stage, imbalance) for stage in counted.stages],
-        "buffers": _buffers(
-            recommended_buffers(config, tokens=counted.tokens),
-            counted.stages,
-            imbalance,
-            choices=counted.tokens * config.model.topk,
-        ),
-        "fits_with": fits and {"overrides": fits[0], "bytes": fits[1]},
+        "buffers": _buffers(config, counted, imbalance),
+        "fits_with": _fits_with(config, counted, imbalance, hardware, vocab_size),
         "memory_bytes": None if hardware is None else hardware.memory_bytes,
         "machine": None if hardware is None else hardware.summary,
         "layers": "transformer_engine" if assumes_transformer_engine(config) else "local",
@@ -119,7 +84,7 @@ def dry_run(options: argparse.Namespace) -> None:
             "link_bandwidth": costs and costs.link_bandwidth,
             "assignment_time": costs and costs.assignment_time,
         },
-        "replication": None if replication is None else dataclasses.asdict(replication),
+        "replication": replication and dataclasses.asdict(replication),
         "step": step and dataclasses.asdict(step) | {"speed_up": step.speed_up},
     }
     show(options, report, _lines)
@@ -134,6 +99,57 @@ def _imbalance(asked: float | None, ep_size: int) -> float:
     if not 1 <= asked <= ep_size:
         raise ConfigError([f"--imbalance ({asked}) must be from 1 to parallel.ep_size ({ep_size})"])
     return asked
+
+
+def _machine(config: TrainConfig) -> tuple[Hardware | None, Choice]:
+    """Return the machine that the recipe names, and what replicas move over there."""
+    from megatron_ext.config import ConfigError
+    from megatron_ext.lab.forecast import forecast_transport
+    from megatron_ext.lab.hardware import recipe_hardware
+
+    try:
+        hardware = recipe_hardware(config)
+        return hardware, forecast_transport(config, hardware)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError([str(error)]) from None
+
+
+def _forecast(
+    config: TrainConfig, counted: DryRun, imbalance: float, hardware: Hardware | None
+) -> Forecast:
+    """Return what balancing would do there; nothing without a machine or experts."""
+    from megatron_ext.config import ConfigError
+    from megatron_ext.lab.forecast import Forecast, forecast
+
+    if hardware is None:
+        return Forecast()
+    try:
+        return forecast(config, counted, imbalance=imbalance, hardware=hardware)
+    except ValueError as error:
+        raise ConfigError([f"--imbalance ({imbalance}): {error}"]) from None
+
+
+def _fits_with(
+    config: TrainConfig,
+    counted: DryRun,
+    imbalance: float,
+    hardware: Hardware | None,
+    vocab_size: int,
+) -> dict[str, Any] | None:
+    """Return with which settings a run would fit that does not; None if it does, or none are."""
+    from megatron_ext.trainer.model.dry_run import what_fits
+
+    most = max(stage.static + stage.activations[imbalance] for stage in counted.stages)
+    if hardware is None or most <= hardware.memory_bytes:
+        return None
+    fits = what_fits(
+        config,
+        num_ranks=counted.num_ranks,
+        vocab_size=vocab_size,
+        imbalance=imbalance,
+        memory_bytes=hardware.memory_bytes,
+    )
+    return fits and {"overrides": fits[0], "bytes": fits[1]}
 
 
 def _budget(config: TrainConfig) -> dict[str, Any]:
@@ -153,13 +169,12 @@ def _budget(config: TrainConfig) -> dict[str, Any]:
 def _vocabulary(config: TrainConfig) -> tuple[int, str]:
     """Return the number of tokens that the model knows, and who says so."""
     from megatron_ext.data.tokenizer import ByteTokenizer
-    from megatron_ext.trainer.data import open_data
-    from megatron_ext.trainer.validate import has_data
+    from megatron_ext.trainer.data import find_data
 
     if config.model.vocab_size:
         return config.model.vocab_size, "model.vocab_size"
-    if has_data(config):
-        return open_data(config).vocab_size, f"the data in {config.data.path}"
+    if manifest := find_data(config):
+        return manifest.vocab_size, f"the data in {config.data.path}"
     return ByteTokenizer.vocab_size, "bytes, as there are no data and model.vocab_size is 0"
 
 
@@ -173,14 +188,16 @@ def _stage(stage: Stage, imbalance: float) -> dict[str, Any]:
     }
 
 
-def _buffers(
-    buffers: Buffers | None, stages: list[Stage], imbalance: float, *, choices: int
-) -> dict[str, Any] | None:
+def _buffers(config: TrainConfig, counted: DryRun, imbalance: float) -> dict[str, Any] | None:
     """Return the buffers that plans allow, and what they save of a rank's activations."""
+    from megatron_ext.trainer.model.dry_run import recommended_buffers
+
+    buffers = recommended_buffers(config, tokens=counted.tokens)
     if buffers is None or imbalance == 1:
         return None
     # Activations grow with the rows of experts, of which even loads have as many as choices.
-    most = max(stage.activations[imbalance] - stage.activations[1.0] for stage in stages)
+    choices = counted.tokens * config.model.topk
+    most = max(stage.activations[imbalance] - stage.activations[1.0] for stage in counted.stages)
     rows_saved = buffers.usual_rows - buffers.rows
     saved = round(most / (imbalance - 1) * rows_saved / choices)
     return dataclasses.asdict(buffers) | {"saved_bytes": saved}

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.metrics import home_loads, imbalances
-from megatron_ext.balance.solve import solve
+from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.files.loads import Loads
 from megatron_ext.lab.hardware import Hardware
+from megatron_ext.lab.planning import Asked
 from megatron_ext.lab.simulate import NONE, Setting, as_measured, simulate, timed_sends
 from megatron_ext.lab.synthetic import generate, make_spec
 from megatron_ext.trainer.config import TrainConfig
@@ -54,49 +55,6 @@ class Replication:
     """The same without balancing."""
 
 
-def forecast_replication(
-    config: TrainConfig, stage: Stage, *, tokens: int, imbalance: float, hardware: Hardware
-) -> Replication | None:
-    """Plan a layer's loads; return None if the run makes no plans, or has nobody to share with.
-
-    Each rank has `tokens` in a microbatch; `imbalance` is busiest rank / mean without balancing.
-
-    Raises:
-        ValueError: No load of so many experts and ranks has this imbalance.
-    """
-    balance, ep_size = config.balance, config.parallel.ep_size
-    strategy = get_strategy(balance.strategy)
-    if strategy.kind is not strategy.planner or ep_size == 1 or balance.placement:
-        return None
-    load = _loads(config, tokens=tokens, imbalance=imbalance)
-    costs = forecast_costs(config, stage, hardware)
-    plan = solve(
-        load,
-        ep_size=ep_size,
-        slots=balance.slots,
-        strategy=balance.strategy,
-        tolerance=balance.tolerance,
-        min_quota=balance.min_quota,
-        nvlink_domain=forecast_transport(config, hardware).domain_ranks,
-        costs=costs if balance.plans_for_time else None,
-    )
-    sends = torch.stack([timed_sends(each, hardware).max() for each in plan.unbatch()])
-    mean_sends = float(sends.double().mean())
-    before, after = home_loads(load), plan.rank_loads()
-    return Replication(
-        imbalance_before=float(imbalances(before).mean()),
-        imbalance_after=float(imbalances(after).mean()),
-        replicas=float((plan.experts_in_slots >= 0).sum()) / _LOADS,
-        sends=mean_sends,
-        weight_bytes=mean_sends * stage.expert_bytes,
-        weight_ms=1e3 * mean_sends * stage.expert_bytes / hardware.weight_bandwidth,
-        grad_bytes=mean_sends * stage.expert_grad_bytes,
-        grad_ms=1e3 * mean_sends * stage.expert_grad_bytes / hardware.weight_bandwidth,
-        experts_ms=1e3 * costs.assignment_time * float(after.amax(-1).double().mean()),
-        experts_before_ms=1e3 * costs.assignment_time * float(before.amax(-1).double().mean()),
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepForecast:
     """What a step would take, by the simulator's model."""
@@ -113,38 +71,102 @@ class StepForecast:
         return self.without_ms / self.step_ms
 
 
-def forecast_step(
-    config: TrainConfig, dry_run: DryRun, *, imbalance: float, hardware: Hardware
-) -> StepForecast | None:
-    """Simulate a step at this imbalance; return None where the simulator has no model of the run.
+class Forecast(NamedTuple):
+    """What a run would choose and move."""
 
-    That is with tensor parallelism, with replicas that were placed before, for one EP rank, and for
-    strategies that neither plan nor leave Megatron's layers.
+    costs: LayerCosts | None = None
+    """What `balance.objective=time` plans by; None for a model without experts."""
+    replication: Replication | None = None
+    """None if the run makes no plans, or has nobody to share with."""
+    step: StepForecast | None = None
+    """None where the simulator has no model of the run: with tensor parallelism, with replicas that
+    were placed before, for one EP rank, and for strategies that neither plan nor leave Megatron's
+    layers."""
+
+
+def forecast(
+    config: TrainConfig, dry_run: DryRun, *, imbalance: float, hardware: Hardware
+) -> Forecast:
+    """Plan loads of this imbalance, busiest rank / mean.
 
     Raises:
         ValueError: No load of so many experts and ranks has this imbalance.
     """
-    balance, parallel = config.balance, config.parallel
-    kind = get_strategy(balance.strategy)
-    plans = kind.kind is kind.planner
-    if parallel.tp_size > 1 or parallel.ep_size == 1 or balance.placement:
-        return None
-    if not plans and balance.strategy != NONE:
-        return None
+    stage = next((stage for stage in dry_run.stages if stage.expert_params), None)
+    if stage is None:
+        return Forecast()
+    costs = forecast_costs(config, stage, hardware)
+    balance, replication, step = config.balance, None, None
+    plans = _makes_plans(config)
+    is_known = plans or balance.strategy == NONE
+    if is_known and config.parallel.ep_size > 1 and not balance.placement:
+        loads = Loads(_loads(config, tokens=dry_run.tokens, imbalance=imbalance))
+        asked = Asked(
+            # As a layer makes its planner (`LayerBalancer`).
+            planning=PlanSettings.of(balance, costs if balance.plans_for_time else None, None),
+            slots=balance.slots,
+            nvlink_domain=forecast_transport(config, hardware).domain_ranks,
+        )
+        if plans:
+            replication = _replication(balance.strategy, stage, loads, asked, costs, hardware)
+        if config.parallel.tp_size == 1:
+            step = _step(config, dry_run, loads, asked, hardware)
+    return Forecast(costs=costs, replication=replication, step=step)
+
+
+def _makes_plans(config: TrainConfig) -> bool:
+    strategy = get_strategy(config.balance.strategy)
+    return strategy.kind is strategy.planner
+
+
+def _replication(
+    strategy: str,
+    stage: Stage,
+    loads: Loads,
+    asked: Asked,
+    costs: LayerCosts,
+    hardware: Hardware,
+) -> Replication:
+    planner = LayerPlanner(strategy, asked.layout(strategy, loads), asked.planning)
+    plan = planner.plan_in_order(loads.load)
+    sends = torch.stack([timed_sends(each, hardware).max() for each in plan.unbatch()])
+    mean_sends = float(sends.double().mean())
+    before, after = home_loads(loads.load), plan.rank_loads()
+    return Replication(
+        imbalance_before=float(imbalances(before).mean()),
+        imbalance_after=float(imbalances(after).mean()),
+        replicas=float((plan.experts_in_slots >= 0).sum()) / _LOADS,
+        sends=mean_sends,
+        weight_bytes=mean_sends * stage.expert_bytes,
+        weight_ms=1e3 * mean_sends * stage.expert_bytes / hardware.weight_bandwidth,
+        grad_bytes=mean_sends * stage.expert_grad_bytes,
+        grad_ms=1e3 * mean_sends * stage.expert_grad_bytes / hardware.weight_bandwidth,
+        experts_ms=1e3 * costs.assignment_time * float(after.amax(-1).double().mean()),
+        experts_before_ms=1e3 * costs.assignment_time * float(before.amax(-1).double().mean()),
+    )
+
+
+def _step(
+    config: TrainConfig,
+    dry_run: DryRun,
+    loads: Loads,
+    asked: Asked,
+    hardware: Hardware,
+) -> StepForecast:
+    balance = config.balance
     shape = dataclasses.replace(
         shape_of(config, config.recipe), num_microbatches=dry_run.num_microbatches
     )
     setting = Setting(
-        planning=PlanSettings.of(balance, None, None),
-        slots=balance.slots,
-        nvlink_domain=forecast_transport(config, hardware).domain_ranks,
+        planning=asked.planning,
+        slots=asked.slots,
+        nvlink_domain=asked.nvlink_domain,
         shape=shape,
         hardware=as_measured(hardware, shape, balance),
         num_gpus=dry_run.num_ranks,
     )
     name = f"{balance.strategy}:time" if balance.plans_for_time else balance.strategy
-    loads = Loads(_loads(config, tokens=dry_run.tokens, imbalance=imbalance))
-    of = simulate(loads, [name] if plans else [], setting)["strategies"]
+    of = simulate(loads, [name] if _makes_plans(config) else [], setting)["strategies"]
     return StepForecast(
         step_ms=of[name]["step_ms"],
         without_ms=of[NONE]["step_ms"],
@@ -171,10 +193,12 @@ def forecast_costs(config: TrainConfig, stage: Stage, hardware: Hardware) -> Lay
     balance = config.balance
     flops_per_s = hardware.peak_flops_per_s * hardware.expert_efficiency
     bandwidth, time = balance.link_bandwidth, balance.assignment_time
+    width = config.megatron.get("moe_latent_size") or config.model.hidden_size
     return LayerCosts(
         expert_bytes=stage.expert_bytes,
         link_bandwidth=hardware.weight_bandwidth if bandwidth == "auto" else float(bandwidth),
         assignment_time=2 * stage.expert_params / flops_per_s if time == "auto" else float(time),
+        token_bytes=(4 if config.model.precision == "fp32" else 2) * width,
     )
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.balance.costs import LayerCosts
-from megatron_ext.balance.metrics import home_loads, imbalances, rank_sends
+from megatron_ext.balance.metrics import home_loads, home_ranks, imbalances, rank_sends
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import BalanceConfig
@@ -181,7 +181,7 @@ def timed_sends(plan: BalancePlan, hardware: Hardware) -> Tensor:
     """
     domain, layout = hardware.domain_ranks, plan.layout
     held = plan.experts_in_slots
-    home = torch.where(held >= 0, held // layout.mains_per_rank, -1)
+    home = home_ranks(plan)
     host = torch.arange(layout.ep_size)[:, None].expand_as(home)
     outside = (home >= 0) & (home // domain != host // domain)
     if not outside.any():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_ext.balance.layer_report import LayerReport
 from megatron_ext.balance.load import gather_load
+from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.strategies.ideal import force_even
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.limits import require_valid
@@ -42,8 +43,7 @@ class EvenMoELayer(ObservedMoELayer):
         probs, routing_map = force_even(probs, routing_map, dealt_before)
         if self.observers and self.training and torch.is_grad_enabled():
             load = gather_load(routing_map, group, ep_size)
-            rank_loads = load.sum(0).view(ep_size, -1).sum(1)
             no_slots = load.new_empty(ep_size, 0, dtype=torch.int32)
             for observer in self.observers:
-                observer(LayerReport(self.layer_number, load, rank_loads, no_slots))
+                observer(LayerReport(self.layer_number, load, home_loads(load), no_slots))
         return super().preprocess_behind_graph(hidden_states, probs, routing_map)

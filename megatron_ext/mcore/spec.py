@@ -42,19 +42,10 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
     of another class stays as it is; backward then waits for the reduction inside the MoE layer, and
     Megatron-Core 0.16 warns of an "Unknown MLP type".
 
-    The first call also changes the whole process (`process_hooks.py` has all changes, and
-    docs/guides/whom-a-run-trusts.md lists what else balancing touches):
-
-    - `finish_grad_sync` of Megatron's `DistributedDataParallel` sums one integer, the failed waits
-      for replicas, over the model's groups of data, tensor and pipeline parallelism. So all ranks
-      of every such model must have called `balance_spec` or `balance_models`.
-    - `zero_grad_buffer` and the step of every torch optimizer look at the sum, and raise an error
-      on all ranks if a wait has failed.
-    - With delayed weight gradients, or two microbatches at a time, DDP's buckets hear of an expert
-      weight's gradient when the replicas' part is in it.
-    - A hook on every module that is put into another one warns of models that are balanced in part.
-    - The stages of MoE layers become NVTX ranges if Megatron makes NVTX ranges.
-    - NCCL EP refuses layers of another number of experts than those it is set up for.
+    The first call also changes the whole process, as `process_hooks.py` lists. From then on the
+    ranks of a model sum their failed waits for replicas. So all ranks of every model of this
+    process must call `balance_spec` or `balance_models`, also those of pipeline stages without MoE
+    layers.
 
     The layers exchange messages with their EP group when they are built and in their first forward.
 

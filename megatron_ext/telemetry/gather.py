@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.balance.bounds import lower_bound
-from megatron_ext.balance.metrics import imbalances
+from megatron_ext.balance.metrics import home_loads, imbalances
 from megatron_ext.telemetry.names import HOT
 from megatron_ext.telemetry.recorder import Computed
 
@@ -253,7 +253,7 @@ class _Mine:
             microbatches.append(seen.get(one.layer_number, 0))
             seen[one.layer_number] = microbatches[-1] + 1
         experts = [one.load.numpy().sum(0) for one in computed]
-        before = [each.reshape(ep_size, -1).sum(1) for each in experts]
+        before = [home_loads(one.load).numpy() for one in computed]
         held = [one.experts_in_slots.numpy() for one in computed]
         moved = [one.pushed_bytes for one in computed], [one.pulled_bytes for one in computed]
         gaps = [

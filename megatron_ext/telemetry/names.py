@@ -23,6 +23,9 @@ SECTIONS = ("train", "balance", "cost", "system")
 TIERS = ("brief", "detailed")
 """Metrics of the step alone, or of each layer, too."""
 
+HOT = 4
+"""A hot expert has more than so many times the mean load of its layer's experts."""
+
 
 class Metric(NamedTuple):
     """One metric of a step."""
@@ -67,7 +70,7 @@ METRICS: dict[str, Metric] = {
     "rank_sends_max": Metric("balance", "", "replicas that the busiest sender sends: largest"),
     "slot_use": Metric("balance", "", "part of the slots that hold a replica"),
     "dead_experts": Metric("balance", "", "experts of a layer without a token in the step: mean"),
-    "hot_experts": Metric("balance", "", "experts of a layer beyond 4 x the mean load: mean"),
+    "hot_experts": Metric("balance", "", f"experts of a layer beyond {HOT} x the mean load: mean"),
     "max_cum_overload": Metric(
         "balance", "", "most assignments that a rank holds between forward and backward / mean"
     ),
@@ -94,9 +97,6 @@ METRICS: dict[str, Metric] = {
     "memory_bytes": Metric("system", "bytes", "most memory that a rank had allocated"),
 }
 """By flat name, in the order in which they appear."""
-
-HOT = 4
-"""A hot expert has more than so many times the mean load of its layer's experts."""
 
 MEGATRON_NAMES = {
     "imbalance_after": "moe/avg_overload_factor",

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_ext.balance.reroute import as_map
 from megatron_ext.files.routes import Routes, read_routes, write_routes
 from megatron_ext.telemetry.step_files import StepFiles
 
@@ -109,12 +110,17 @@ class RouteRecorder:
     ) -> None:
         if not (torch.is_grad_enabled() and router.training):
             return
-        probs, routing_map = outputs
+        probs, choices = outputs
         seq_length, size = inputs[0].shape[:2]
         kept = self._kept(len(self._choices[layer]), size)
         with torch.no_grad():
+            chosen = as_map(choices, self._num_experts)
+            if choices.dtype != torch.bool:  # Ids have a probability each; -1 is no choice.
+                columns = probs.new_zeros(len(probs), self._num_experts + 1)
+                experts = choices.where(choices >= 0, self._num_experts).long()
+                probs = columns.scatter(1, experts, probs)[:, :-1]
             # Sample by sample: the router's tokens are [s, b].
-            mine = [one.view(seq_length, size, -1)[:, :kept] for one in (probs, routing_map)]
+            mine = [one.view(seq_length, size, -1)[:, :kept] for one in (probs, chosen)]
             ordered = mine[0].masked_fill(~mine[1], -1).topk(router.topk).indices
         self._choices[layer].append(ordered.transpose(0, 1).to(torch.int16).cpu())
 

@@ -1,6 +1,6 @@
 """Settings of a training run: structured-config dataclasses, with their only defaults.
 
-Those of its balancing are in `megatron_ext/config.py`. Recipes (YAML) hold only differences.
+Those of its balancing are in `megatron_ext/config.py`. What a recipe leaves out has its default.
 """
 
 from __future__ import annotations

@@ -46,6 +46,32 @@ def open_data(config: TrainConfig) -> Manifest:
     )
 
 
+DATA_ERRORS = (FileNotFoundError, ValueError, ModuleNotFoundError)
+"""What `open_data` raises."""
+
+
+def find_data(config: TrainConfig) -> Manifest | None:
+    """Return what the data of a run hold, or None if `open_data` has an error.
+
+    For what a run can do without; `validate` tells a run that needs its data what is wrong.
+    """
+    try:
+        return open_data(config)
+    except DATA_ERRORS:
+        return None
+
+
+def has_data(config: TrainConfig) -> bool:
+    """Whether there are data where the run looks for them; they may be wrong."""
+    try:
+        open_data(config)
+    except FileNotFoundError:
+        return False
+    except DATA_ERRORS:
+        pass
+    return True
+
+
 def data_weights(data: DataConfig, manifest: Manifest) -> Mapping[str, float]:
     """Return the shares of domains that the settings give, by domain; empty if they give none."""
     weights = [weight for _, weight in prefixes_of(data) if weight is not None]

@@ -36,18 +36,16 @@ def early_problems(config: TrainConfig, *, needs_data: bool = True) -> list[str]
     Without `needs_data`, the data need not be there.
     """
     problems = config.problems()
-    if isinstance(config.balance.strategy, str):
-        problems += filter(None, [unknown_strategy(config.balance.strategy)])
+    problems += filter(None, [unknown_strategy(config.balance.strategy)])
     files = {
         "balance.placement": config.balance.placement,
         "checkpoint.load": config.checkpoint.load,
     }
     for name, path in files.items():
-        if path and isinstance(path, str) and not Path(path).exists():
+        if path and not Path(path).exists():
             problems.append(f"{name} ({path}): {path} does not exist{near_path(path)}")
-    if isinstance(config.run_dir, str):
-        problems += run_dir_problems(config, begins=needs_data)
-    if needs_data and isinstance(config.data.path, str):
+    problems += run_dir_problems(config, begins=needs_data)
+    if needs_data:
         try:
             if not prefixes_of(config.data):  # What these hold, Megatron reads.
                 Manifest.load(config.data.path)

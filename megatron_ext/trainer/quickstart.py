@@ -40,6 +40,7 @@ from megatron_ext.files.run_dir import TRACE_FOLDER
 from megatron_ext.files.whole import write_whole
 from megatron_ext.trainer.compose import load_config, said_in_lines
 from megatron_ext.trainer.config import TrainConfig
+from megatron_ext.trainer.data import has_data
 from megatron_ext.trainer.logs.progress import TrainingProgress
 from megatron_ext.trainer.logs.rank_logs import keep_output
 from megatron_ext.trainer.logs.run_log import RunLog, hold_run_dir, read_metrics
@@ -50,7 +51,7 @@ from megatron_ext.trainer.reports.read import read_runs
 from megatron_ext.trainer.reports.run_page import FILE, write_run_page
 from megatron_ext.trainer.reports.summary import Drift, summarize, summarize_runs, table
 from megatron_ext.trainer.sinks.wandb import keep_comparison
-from megatron_ext.trainer.validate import has_data, validate
+from megatron_ext.trainer.validate import validate
 
 logger = logging.getLogger("megatron_ext.trainer.quickstart")  # With -m, __name__ is __main__.
 

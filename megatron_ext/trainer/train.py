@@ -44,8 +44,10 @@ def train(config: TrainConfig, *, num_ranks: int | None = None, verbose: bool = 
         ConfigError: The settings are wrong; nothing was started.
         SystemExit: With status 1 if a rank failed; with 128 + its number if a signal ended the run.
     """
+    if problems := config.type_problems():  # Of values that were set after the section was made.
+        raise ConfigError(problems)
     is_rank = "RANK" in os.environ
-    if num_ranks is None and not is_rank and not config.type_problems():
+    if num_ranks is None and not is_rank:
         # Those that this machine has place for, if the recipe is for more.
         here = _num_gpus() or max(2, len(os.sched_getaffinity(0)))
         num_ranks = here if config.parallel.num_ranks > here else None
@@ -80,9 +82,8 @@ def check(config: TrainConfig, *, num_ranks: int | None = None, needs_data: bool
         enable_cpu_platform()
     if "RANK" in os.environ:
         num_ranks = int(os.environ["WORLD_SIZE"])
-    elif num_ranks is None and not config.type_problems():
+    elif num_ranks is None:
         num_ranks = _num_ranks(config)
-    num_ranks = 1 if num_ranks is None else num_ranks
     validate(config, num_ranks=num_ranks, needs_data=needs_data)
     if int(os.environ.get("RANK", 0)) == 0:
         for said in filter(None, (_idle_slots(config), _no_prediction(config))):

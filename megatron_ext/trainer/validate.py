@@ -24,7 +24,7 @@ from megatron_ext.files.placement import read_placement
 from megatron_ext.files.recipes import nearest_recipe, recipe_names, shipped_recipes
 from megatron_ext.trainer.checkpoints.choice import find_checkpoint, model_differences
 from megatron_ext.trainer.config import MEGATRON_NAMES, TrainConfig
-from megatron_ext.trainer.data import open_data
+from megatron_ext.trainer.data import DATA_ERRORS, find_data, has_data, open_data
 from megatron_ext.trainer.early import run_dir_problems
 
 
@@ -320,24 +320,12 @@ def _check_hooks(config: TrainConfig) -> Iterator[str]:
     from megatron_ext.trainer.model.settings import overridable_settings, transformer_settings
 
     settings = overridable_settings(config) | transformer_settings(config) | config.megatron
-    try:
-        vocab_size = open_data(config).vocab_size
-    # If the run needs it, `_check_data` reports it.
-    except (FileNotFoundError, ValueError, ModuleNotFoundError):
-        vocab_size = None
+    manifest = find_data(config)
+    vocab_size = manifest.vocab_size if manifest else None
     for setting, path, hook in run_hooks(config.data):
         checked = SimpleNamespace(**settings)
         for problem in hook.problems(path, checked, config.balance, vocab_size):
             yield f"{setting} ({path}): {one_line(problem)}"
-
-
-def has_data(config: TrainConfig) -> bool:
-    """Whether there is a dataset where the run looks for it."""
-    try:
-        open_data(config)
-    except (FileNotFoundError, ValueError, ModuleNotFoundError) as error:
-        return not isinstance(error, FileNotFoundError)  # Else there is one, which is wrong.
-    return True
 
 
 def _check_data(config: TrainConfig, *, values_fit: bool) -> Iterator[str]:
@@ -354,7 +342,7 @@ def _check_data(config: TrainConfig, *, values_fit: bool) -> Iterator[str]:
             dataset(config, manifest, "train")
             if config.eval_every:
                 dataset(config, manifest, "validation")
-    except (FileNotFoundError, ValueError, ModuleNotFoundError) as error:
+    except DATA_ERRORS as error:
         problem = one_line(error)
         known = problem.startswith("data.")
         yield problem if known else f"data.path ({config.data.path}): {problem}"

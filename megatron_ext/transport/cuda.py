@@ -49,9 +49,8 @@ class CudaTransport(OneSidedTransport):
             together.
         timeout_s: Longest wait for a peer, in seconds.
         relay_threshold: Most sends of a rank without relays (`relay.py`).
-        push_blocks: Blocks that copy, of four warps each; by default as `budget_of` the GPU.
-        grad_reduce_share: Blocks that add, of 256 threads each, as a share of the multiprocessors;
-            by default likewise.
+        push_blocks: Blocks that copy; by default as `budget_of` the GPU.
+        grad_reduce_share: Blocks that add, as a share of the multiprocessors; by default likewise.
 
     Raises:
         RuntimeError: The compiled library is missing or has no CUDA part.
@@ -98,8 +97,6 @@ class CudaTransport(OneSidedTransport):
             raise ValueError(
                 f"transport cuda has memory of {self._heap.device} only, not of {device}"
             )
-        if shape[0] == 0:  # no slots: nothing will be moved
-            return torch.zeros(shape, dtype=dtype, device=device)
         slot_bytes = math.prod(shape[1:]) * dtype.itemsize
         num_bytes = torch.classes.megatron_ext.PeerExchange.segment_bytes(shape[0], slot_bytes)
         mine, addresses = self._heap.share(num_bytes)

@@ -89,8 +89,6 @@ class DeepEPTransport(Transport):
             ValueError: A slot's bytes are no multiple of what DeepEP copies at a time.
             RuntimeError: DeepEP finds another NVLink domain.
         """
-        if shape[0] == 0:  # no slots: nothing will be moved
-            return torch.zeros(shape, dtype=dtype, device=device)
         slot_bytes = math.prod(shape[1:]) * dtype.itemsize
         least = self._deep_ep.get_num_tma_alignment()
         if slot_bytes % least:
@@ -130,7 +128,6 @@ class DeepEPTransport(Transport):
                 slots, self._beside(of_mains, slots), mapping, num_sms=self._sms[0]
             )
             for of_mains, slots in zip(mains, slot_weights, strict=True)
-            if len(slots)
         ]
         return _Call(events)
 
@@ -160,7 +157,7 @@ class DeepEPTransport(Transport):
                 )
         if self._pulling is not None:  # its handle was dropped, and the next pull takes its memory
             self._pulling.wait()
-        if not any(len(grads) for grads in slot_grads):
+        if not slot_grads:
             return _Call([])
         mapping = self._mapping(transfers)
         sums = [

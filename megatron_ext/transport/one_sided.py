@@ -95,8 +95,6 @@ class OneSidedTransport(Transport, ABC):
         """Return the highest value of all ranks; all ranks call."""
 
     def _segments(self, buffers: Sequence[Tensor]) -> list[int]:
-        if not all(len(buffer) for buffer in buffers):
-            return []
         try:
             return [self._segment_ids[buffer.data_ptr()] for buffer in buffers]
         except KeyError:

@@ -76,17 +76,10 @@ class SharedMemoryTransport(OneSidedTransport):
         self._group = ep_group
         self._exchange.set_flags(share(_FLAGS_BYTES, "flags", ep_group, self._peers))
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has copied into peers' slots, as home rank or relay."""
-        return int(self._exchange.bytes_sent())
-
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a zeroed buffer that the domain's ranks map; see `Transport.allocate`."""
         if device.type != "cpu":
             raise ValueError(f"transport shared_memory has memory of the CPU only, not of {device}")
-        if shape[0] == 0:  # no slots: nothing will be moved
-            return torch.zeros(shape, dtype=dtype)
         if math.prod(shape) == 0:
             raise ValueError(f"a segment must have elements, got slots of {list(shape)}")
         num_bytes = math.prod(shape) * dtype.itemsize

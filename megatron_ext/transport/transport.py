@@ -140,7 +140,10 @@ class Transport:
     writes the number. None for transports whose failed waits raise at once."""
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a zeroed buffer that peers can reach; every rank calls with the same arguments."""
+        """Return a zeroed buffer of at least one slot that peers can reach.
+
+        Every rank calls with the same arguments.
+        """
         raise NotImplementedError
 
     def push(

@@ -77,9 +77,9 @@ def test_splits_equal_the_host(ranks, experts, slots, domain):
     load = workloads.zipf(ranks, experts, 2000, 1.0)
     plan = solve(load, ep_size=ranks, slots=slots, nvlink_domain=domain)
     there = BalancePlan(plan.layout, plan.quota.cuda(), plan.experts_in_slots.cuda())
-    for source in (None, 0, ranks // 2, ranks - 1):
-        host, device = split_quota(load, plan, source), split_quota(load.cuda(), there, source)
-        assert torch.equal(host, device.cpu())
+    for source in (0, ranks // 2, ranks - 1):
+        shares = share_plan(source, load.cuda(), there)
+        assert torch.equal(split_quota(load, plan, source), shares.split.cpu())
 
 
 @given(instance=instances(max_ranks=8))
@@ -90,9 +90,8 @@ def test_small_plans_equal_the_host(instance):
         for load in (instance.load, instance.load.cuda())
     )
     assert_equal_plans(host, device)
-    assert torch.equal(
-        split_quota(instance.load, host), split_quota(instance.load.cuda(), device).cpu()
-    )
+    for source, split in enumerate(split_quota(instance.load, host)):
+        assert torch.equal(split, share_plan(source, instance.load.cuda(), device).split.cpu())
 
 
 def test_loads_beyond_32_bits():
@@ -166,7 +165,9 @@ def test_tensors_on_two_devices_are_rejected():
     with pytest.raises(ValueError, match="on one device, got cuda:0 and cpu"):
         assign(routed.cuda(), Shares(shares, plan.physical_index()), 2)
     with pytest.raises(ValueError, match="on one device, got cpu and cuda:0"):
-        split_quota(load, BalancePlan(plan.layout, plan.quota.cuda(), plan.experts_in_slots.cuda()))
+        share_plan(
+            0, load, BalancePlan(plan.layout, plan.quota.cuda(), plan.experts_in_slots.cuda())
+        )
 
 
 @pytest.mark.parametrize(("ranks", "experts", "slots", "domain"), SIZES)

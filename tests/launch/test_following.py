@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.cli import slurm
+from megatron_ext.files.opening import MOST_BYTES
 
 FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 NO_ANSWER = "echo 'Unable to contact slurm controller' >&2; exit 1"
@@ -53,6 +55,27 @@ def test_a_job_is_followed_though_slurm_does_not_answer(
         "step",
         "step",
         again,
+        "job 7: COMPLETED",
+    ]
+
+
+def test_what_a_log_says_does_not_command_a_terminal_or_end_the_following(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Control characters are written out; of a line without end no more is read."""
+    good, endless = cluster / "good", cluster / "endless"
+    good.write_bytes(b"\x1b[2Jone\n\ntwo\ntorn")
+    endless.write_bytes(b"first\n")
+    os.truncate(endless, MOST_BYTES + 100)
+    answer(cluster, "squeue", "echo 7", ":")
+    answer(cluster, "scontrol", "echo JobId=7 JobState=COMPLETED")
+    assert slurm.follow("7", {"e | ": endless, "g | ": good})
+    assert capsys.readouterr().out.splitlines() == [
+        "e | first",
+        f"{endless}: a line of more than 67,108,864 bytes; this log is followed no more",
+        r"g | \x1b[2Jone",
+        "g | ",
+        "g | two",
         "job 7: COMPLETED",
     ]
 

@@ -324,7 +324,6 @@ def call_exchange(r: random.Random, call: Calls) -> None:
                 call("restart", end.restart, highest)
     if not out_of_reach:
         call_gather(r, call, ends)
-    call("bytes_sent", ends[0].bytes_sent)
     for end in r.sample(ends, 2):
         call("close", end.close)
 

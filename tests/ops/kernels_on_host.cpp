@@ -130,8 +130,8 @@ struct SomeLines {
     Guarded<char> memory;
 };
 
-// What rank `source` does by a plan, and its seal. `split` begins with that rank's row, and `load`
-// is that of `quotas` without what is between its rows.
+// What rank `source` does by a plan, and its seal. `split` is that rank's row, and `load` is that
+// of `quotas` without what is between its rows.
 void share(const SharedQuotas& quotas,
            PlacedInstances placed,
            int64_t source,
@@ -189,12 +189,11 @@ void share(const SharedQuotas& quotas,
                         lines.lines(),
                         sealing,
                         nullptr);
-        const std::vector<int64_t> row = split_there.values();
-        require(std::equal(row.begin(), row.end(), split.begin()), "the row equals the host's");
+        require(split_there.values() == split, "the split equals the host's");
         require(ids_there.values() == ids, "the ids equal the host's");
         require(arriving_there.values() == arriving, "what arrives equals the host's");
         require(arrivals_there.values() == arrivals, "the sums of that equal the host's");
-        lines.require_equal(row.data(), ids.data());
+        lines.require_equal(split.data(), ids.data());
         if (!is_sealed) continue;
         require(seal_there.values()[0] == seal, "the seal equals the host's");
         require(kept_there.values() == kept, "the same difference is kept");
@@ -251,22 +250,11 @@ void plan_and_split(const QuotaProblem& problem, int64_t batch, const Tolerances
     require(slots_there.values() == slots, "the slots equal the host's");
     if (batch == 0) return;
 
-    const int64_t first = pick(0, ranks - 1);
-    const int64_t sources = pick(1, ranks - first);
-    std::vector<int64_t> split(sources * experts * ranks);
-    Guarded<int64_t> split_there(split.size());
-    for (int64_t s = 0; s < sources; ++s) {
-        split_quota(ranks,
-                    experts,
-                    load.data(),
-                    quota.data(),
-                    first + s,
-                    split.data() + s * experts * ranks);
-    }
+    const int64_t source = pick(0, ranks - 1);
+    std::vector<int64_t> split(experts * ranks);
+    split_quota(ranks, experts, load.data(), quota.data(), source, split.data());
     const SharedQuotas quotas{ranks, experts, rows.data(), stride, quota.data()};
-    split_quota_cuda(quotas, first, sources, split_there.data(), nullptr);
-    require(split_there.values() == split, "the split equals the host's");
-    share(quotas, {slots.data(), problem.num_slots, nullptr}, first, split, load);
+    share(quotas, {slots.data(), problem.num_slots, nullptr}, source, split, load);
 }
 
 // What the host stage refuses, the kernels leave out.

@@ -42,7 +42,7 @@ def with_launches_as_calls(source: str) -> str:
     return '#include "cuda_runtime_api.h"\n' + text
 
 
-STAGES = ["assign", "count_load", "share_plan", "solve_quota", "split_quota"]
+STAGES = ["assign", "count_load", "share_plan", "solve_quota"]
 PEERS = ["gather_rows", "pull_add_peers", "push_peers", "set_aside", "wait_peers", "write_words"]
 
 

@@ -115,14 +115,23 @@ class FakeRouter(nn.Module):
 
     topk = 2
 
+    def __init__(self, gives_ids: bool) -> None:
+        super().__init__()
+        self.gives_ids = gives_ids
+
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         probs = hidden.flatten(0, 1)
-        return probs, probs > 0
+        if not self.gives_ids:
+            return probs, probs > 0
+        ids = probs.topk(self.topk).indices.sort().values
+        return probs.gather(1, ids), ids
 
 
-def fake_recorder(folder, samples: int, bytes_per_token: int = 1, start_step: int = 0):
+def fake_recorder(
+    folder, samples: int, bytes_per_token: int = 1, start_step: int = 0, gives_ids: bool = False
+):
     """A recorder of one layer, and what runs a microbatch: tokens [b, s], chances [b, s, E]."""
-    chunk, router = nn.Identity(), FakeRouter()
+    chunk, router = nn.Identity(), FakeRouter(gives_ids)
     layer = SimpleNamespace(
         layer_number=7, router=router, config=SimpleNamespace(num_moe_experts=3)
     )
@@ -147,9 +156,10 @@ FIRST = [[5, 6], [7, 8]], [[[0.1, 0.9, 0], [0.8, 0, 0.2]], [[0, 0.6, 0.4], [0.3,
 SECOND = [[1, 2], [3, 4]], [[[0.9, 0.1, 0], [0, 0.2, 0.8]], [[1, 1, 0], [1, 1, 0]]]
 
 
-def test_choices_by_hand(tmp_path):
+@pytest.mark.parametrize("gives_ids", [False, True], ids=["map", "ids"])
+def test_choices_by_hand(tmp_path, gives_ids):
     """Sample by sample, the most probable first; the fourth sample is not asked for."""
-    recorder, run_microbatch = fake_recorder(tmp_path, samples=3)
+    recorder, run_microbatch = fake_recorder(tmp_path, samples=3, gives_ids=gives_ids)
     run_microbatch(*FIRST)
     with torch.no_grad():
         run_microbatch(*SECOND)

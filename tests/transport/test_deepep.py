@@ -138,7 +138,6 @@ def _refuse(rank: int) -> None:
             transport.pull_add(in_slots([], 1), [grads], [[torch.zeros(16)] * MAINS], [None])
         with pytest.raises(RuntimeError, match="cannot forget an aborted step"):
             transport.reset()
-        assert transport.allocate((0, 5), torch.float32, CPU).shape == (0, 5)
     other = deep_ep()
     other.EPBuffer = type("EPBuffer", (other.EPBuffer,), {"num_nvlink_ranks": property(_two, _no)})
     with (

@@ -68,14 +68,6 @@ struct SharedQuotas {
     const int64_t* quota;  // [E, R]
 };
 
-// Share every quota among the source ranks, as split_quota() does.
-//   split  [num_sources, E, R] out: the rows of the sources from `first_source` on
-cudaError_t split_quota_cuda(const SharedQuotas& quotas,
-                             int64_t first_source,
-                             int64_t num_sources,
-                             int64_t* split,
-                             cudaStream_t stream);
-
 // What number_instances() reads and writes.
 struct PlacedInstances {
     const int32_t* slots;     // [R, S]
@@ -113,9 +105,9 @@ struct Sealing {
     int64_t* seal;  // [1] out
 };
 
-// Share every quota, as split_quota() does for one source, number the instances, lay the shares on
-// lines, and count what comes to the rank, as count_arriving() and sum_arriving() do; seal the plan,
-// as seal_plan() does.
+// Share every quota, as split_quota() does, number the instances, lay the shares on
+// lines, and count what comes to the rank, as count_arriving() and sum_arriving() do; seal the
+// plan, as seal_plan() does.
 //   split     [E, R] out
 //   arriving  [R, M + S] out
 //   arrivals  [R + (M + S)] out
@@ -201,7 +193,7 @@ cudaError_t write_words_cuda(const int64_t* words, int64_t count, int64_t* to, c
 // copies; peer_exchange.h says what waits for what. Mains and
 // the slots that are relayed have been read, and peers' slots written, when the launch has ended;
 // this rank's own slots are filled when peers say so (`wait_peers_cuda`).
-//   num_blocks  >= 1, of one warp and 42 KiB shared memory each
+//   num_blocks  >= 1; push_peers.cu says what each takes of a multiprocessor
 cudaError_t push_peers_cuda(const PeerRank& self,
                             const PeerPush& push,
                             int num_blocks,
@@ -210,8 +202,8 @@ cudaError_t push_peers_cuda(const PeerRank& self,
 // Offer this rank's slot gradients, compile the plan's slots into this rank's sums (`pull.sums`),
 // and add the sums to the totals of mains with replicas. This rank's slots with a replica are zero
 // when the launch has ended, which waits for peers that read them.
-//   num_blocks  >= 1, of 256 threads and 33 KiB shared memory each; bounds what the launch takes of
-//               the GPU beside a backward pass
+//   num_blocks  >= 1; bounds what the launch takes of the GPU beside a backward pass.
+//               pull_add_peers.cu says what each takes of a multiprocessor
 cudaError_t pull_add_peers_cuda(const PeerRank& self,
                                 const PeerPull& pull,
                                 int num_blocks,

@@ -195,9 +195,6 @@ class Exchange {
     // Go on behind `generation`: the highest of all ranks, after all have aborted.
     void restart(uint64_t generation);
 
-    // Bytes copied into peers' slots by this rank since it was made.
-    int64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }
-
   private:
     struct Segment {
         std::vector<std::byte*> by_rank;
@@ -248,7 +245,6 @@ class Exchange {
     PushTask push_;  // of the last generation; the worker reads it
     PullTask pull_;  // likewise
     UnderWay under_way_ = UnderWay::kNothing;
-    std::atomic<int64_t> bytes_sent_ = 0;
     std::atomic<bool> cancelled_ = false;
 
     const int64_t process_;

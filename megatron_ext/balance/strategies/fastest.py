@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.metrics import mean_loads, rank_sends
+from megatron_ext.balance.metrics import rank_sends
 from megatron_ext.balance.plan import BalancePlan, pick_plans
 from megatron_ext.balance.strategies import none, quota
 from megatron_ext.balance.strategies.strategy import PlanSettings, Solver
@@ -139,8 +139,8 @@ def _choose(load: Tensor, ladder: BalancePlan, settings: PlanSettings) -> Balanc
 
 def _target_loads(load: Tensor) -> Tensor:
     """The busiest rank's load of each tolerance, rounded as the quota planner does: [..., T]."""
-    ranks = load.shape[-2]
-    total, mean = load.sum((-2, -1)), mean_loads(load)
+    total, ranks = load.sum((-2, -1)), load.shape[-2]
+    mean = total // ranks + (total % ranks != 0)
     targets = []
     for ppm in _PPM:
         whole, part = ranks * _MILLION, _MILLION + ppm

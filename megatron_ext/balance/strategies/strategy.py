@@ -151,7 +151,7 @@ Planner = Solves | FromHistory | FromPrediction | FromPlacement
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """A balancer; one constant per file of this folder, or of `methods/`."""
+    """A balancer: a constant of a file of this folder, or of `methods/`."""
 
     name: str
     """The name in configs and on the command line."""

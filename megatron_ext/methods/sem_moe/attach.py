@@ -33,6 +33,7 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
+from megatron_ext.balance.reroute import as_map
 from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.limits import Demand, broken
@@ -142,8 +143,8 @@ class TokenRebatcher:
             return  # The MoE layer alone is recomputed: its first forward noted the ranks.
         permutation = self._dealt[1].permutation
         ranks = self._group.size()
-        _, routing_map = outputs
-        of_ranks = routing_map.view(-1, ranks, self._num_experts // ranks)
+        _, choices = outputs
+        of_ranks = as_map(choices, self._num_experts).view(-1, ranks, self._num_experts // ranks)
         mine = of_ranks.sum(-1).argmax(1)
         together = mine.new_empty(len(permutation))
         dist.all_gather_into_tensor(together, mine, group=self._group)

@@ -77,7 +77,8 @@ def import_bridge() -> Any:
     for name in ("megatron.bridge", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
     _name_sequential_experts()
-    _add_families()
+    _add_kimi()
+    _add_mixtral()
     return AutoBridge
 
 
@@ -166,9 +167,20 @@ def _name_sequential_experts() -> None:
     MegatronMappingRegistry.__init__ = make_with_both
 
 
-def _add_families() -> None:
-    """Register Mixtral, which Bridge lacks, and Kimi K2's configuration, which is DeepSeek-V3's."""
+def _add_kimi() -> None:
+    """Register Kimi K2's configuration, which is DeepSeek-V3's."""
     import transformers
+
+    class KimiConfig(transformers.DeepseekV3Config):
+        """That of a Kimi K2 folder is code of that folder, which nothing here runs."""
+
+        model_type = "kimi_k2"
+
+    transformers.AutoConfig.register("kimi_k2", KimiConfig)
+
+
+def _add_mixtral() -> None:
+    """Register Mixtral, which Bridge lacks."""
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
     from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
     from megatron.bridge.models.conversion.param_mapping import (
@@ -177,13 +189,6 @@ def _add_families() -> None:
         QKVMapping,
     )
     from megatron.core.models.gpt import GPTModel
-
-    class KimiConfig(transformers.DeepseekV3Config):
-        """That of a Kimi K2 folder is code of that folder, which nothing here runs."""
-
-        model_type = "kimi_k2"
-
-    transformers.AutoConfig.register("kimi_k2", KimiConfig)
 
     @MegatronModelBridge.register_bridge(
         source="MixtralForCausalLM", target=GPTModel, model_type="mixtral"

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_ext.config import check_fields, limits, setting
 from megatron_ext.data.tokenizer import padded_vocab_size
 from megatron_ext.trainer.config import TrainConfig
-from megatron_ext.trainer.data import open_data
+from megatron_ext.trainer.data import find_data
 
 REPLICA_BYTES: dict[str, float] = {
     "fp32": 4,
@@ -167,6 +167,9 @@ def shape_of(config: TrainConfig, name: str) -> ModelShape:
     from megatron_ext.trainer.model.settings import recipe_of  # Imports Megatron.
 
     model, parallel, data = config.model, config.parallel, config.data
+    vocab_size = model.vocab_size
+    if not vocab_size and (manifest := find_data(config)):
+        vocab_size = padded_vocab_size(manifest.vocab_size, tensor_parallel=1)
     attention_params, attention_width = _attention(config)
     data_parallel = max(
         parallel.num_ranks // (parallel.tp_size * parallel.pp_size), parallel.ep_size
@@ -184,7 +187,7 @@ def shape_of(config: TrainConfig, name: str) -> ModelShape:
         expert_hidden_size=model.expert_hidden_size,
         shared_expert_hidden_size=model.shared_expert_hidden_size,
         is_gated=model.activation == "swiglu" or bool(config.megatron.get("gated_linear_unit")),
-        vocab_size=model.vocab_size or _vocab_size(config),
+        vocab_size=vocab_size,
         sequence_length=data.sequence_length,
         precision=recipe_of(config) or model.precision,
         pp_size=parallel.pp_size,
@@ -211,10 +214,3 @@ def _attention(config: TrainConfig) -> tuple[int, int]:
     width = heads * megatron.kv_channels
     key_values = 2 * megatron.num_query_groups * megatron.kv_channels
     return hidden * (2 * width + key_values), width
-
-
-def _vocab_size(config: TrainConfig) -> int:
-    try:
-        return padded_vocab_size(open_data(config).vocab_size, tensor_parallel=1)
-    except (FileNotFoundError, ValueError, ModuleNotFoundError):
-        return 0

@@ -24,6 +24,7 @@ from megatron_ext.methods.sem_moe.semantics import Semantics
 from megatron_ext.methods.sem_moe.tokens import predict, rebatch, resume
 from tests.gpt import VOCAB, TinyGPT, TransformerConfig, build_gpt  # first: the CPU platform
 from tests.mcore.parity import balanced_gpt
+from tests.mcore.test_routers import give_ids
 from tests.ranks import run_ranks
 
 from megatron_ext.methods.sem_moe import attach  # isort: skip
@@ -148,9 +149,11 @@ def test_training_is_the_same(strategy: str, case: dict[str, Any], forwards: int
         assert sum(by_path) == forwards * MICROBATCHES * (LAYERS - 2)
 
 
-def _noted(rank: int) -> None:
+def _noted(rank: int, gives_ids: bool) -> None:
     case = dict(ep=2, tp=2, num_layers=LAYERS, experts=8)
     plain, gpt = build(case, "none"), build(case, "none")
+    if gives_ids:
+        give_ids(gpt)
     rebatcher = rebatch_tokens(gpt.chunks[0].module, any_semantics(2, 8))
     chosen: list[torch.Tensor] = []
     for layer in plain.chunks[0].module.decoder.layers:
@@ -163,8 +166,9 @@ def _noted(rank: int) -> None:
         assert torch.equal(went.view(2, -1)[rank], on_rank_1.long())
 
 
-def test_layers_after_are_told_where_each_token_of_the_sequence_went() -> None:
-    run_ranks(_noted, 2)
+@pytest.mark.parametrize("gives_ids", [False, True], ids=["map", "ids"])
+def test_layers_after_are_told_where_each_token_of_the_sequence_went(gives_ids: bool) -> None:
+    run_ranks(_noted, 2, gives_ids)
 
 
 def test_several_microbatches_in_a_pipeline() -> None:

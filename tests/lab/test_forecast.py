@@ -1,0 +1,43 @@
+"""What a dry run forecasts is planned with all settings that the run would plan with."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_ext.config import BalanceConfig, LlepSettings
+from megatron_ext.lab.forecast import Forecast, forecast
+from megatron_ext.lab.hardware import read_hardware
+from megatron_ext.trainer.config import ModelConfig, ParallelConfig, TrainConfig
+
+
+def forecast_of(balance: BalanceConfig, **model: Any) -> Forecast:
+    config = TrainConfig(
+        balance=balance,
+        model=ModelConfig(num_experts=16, **model),
+        # The simulator, which has no model of tensor parallelism, is left out.
+        parallel=ParallelConfig(ep_size=4, tp_size=2),
+    )
+    stage = SimpleNamespace(expert_params=1 << 20, expert_bytes=2 << 20, expert_grad_bytes=4 << 20)
+    dry_run: Any = SimpleNamespace(stages=[stage], tokens=4096)
+    found = forecast(config, dry_run, imbalance=2.0, hardware=read_hardware("server_8_h100"))
+    assert found.step is None
+    return found
+
+
+def test_a_strategys_own_settings_count() -> None:
+    usual = forecast_of(BalanceConfig(strategy="llep", slots=2)).replication
+    # No rank ever has a hundred times the mean.
+    idle = LlepSettings(alpha=100)
+    still = forecast_of(BalanceConfig(strategy="llep", slots=2, llep=idle)).replication
+    assert usual is not None
+    assert still is not None
+    assert usual.replicas > 0
+    assert still.replicas == 0
+    assert still.imbalance_after == still.imbalance_before
+
+
+def test_tokens_cost_what_they_cost_in_the_run() -> None:
+    by_precision = {"fp32": 4, "bf16": 2}
+    for precision, element_bytes in by_precision.items():
+        costs = forecast_of(BalanceConfig(), hidden_size=384, precision=precision).costs
+        assert costs is not None
+        assert costs.token_bytes == element_bytes * 384
