@@ -11,9 +11,12 @@ import json
 import os
 import tempfile
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from megatron_ext.files.recipes import recipe_names, shipped_recipes
 from tests.ranks import run_ranks
@@ -114,6 +117,18 @@ def test_text_is_for_people_and_wrong_words_are_said_at_once() -> None:
         status, _, said = _dry_run("--config-name", "quickstart", *words)
         assert status == 2
         assert problem in said
+
+
+def _main_with_old_torch(rank: int, words: list[str]) -> tuple[int, str, str]:
+    with mock.patch.object(torch, "__version__", TorchVersion("2.10.0+cu128")):
+        return _main(rank, words)
+
+
+def test_a_torch_that_cannot_count_is_named() -> None:
+    words = ["--config-name", "quickstart", "data.path=nowhere", "--dry-run"]
+    ((status, out, said),) = run_ranks(_main_with_old_torch, 1, words)
+    assert (status, out) == (2, "")
+    assert "error: torch (2.10.0+cu128): a dry run needs torch >= 2.11; training" in said
 
 
 def test_the_least_buffers_of_fixed_size_are_recommended() -> None:

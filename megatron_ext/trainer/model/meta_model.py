@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from megatron_ext.config import ConfigError
 from megatron_ext.cpu_platform import FACTORIES
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.model.build import start_parallelism
@@ -39,8 +40,13 @@ def fake_rank(config: TrainConfig, *, rank: int, num_ranks: int) -> Iterator[Non
     What is created meanwhile is created on the meta device.
 
     Raises:
+        ConfigError: This torch has no collectives of tensors without values.
         RuntimeError: The process is a rank of something already.
     """
+    if torch.__version__ < "2.11":
+        raise ConfigError(
+            [f"torch ({torch.__version__}): a dry run needs torch >= 2.11; training does not"]
+        )
     if dist.is_initialized():
         raise RuntimeError("this process is a rank already, and cannot be a fake one")
     said = sys.excepthook  # A process group puts a rank before every line of an error.
