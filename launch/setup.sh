@@ -9,6 +9,8 @@ fail() {
     exit 1
 }
 
+[[ -f pyproject.toml ]] ||
+    fail "an installed package has its environment; python -m megatron_ext.trainer.quickstart runs the quickstart in it"
 python=${PYTHON:-$(launch/find_python.sh)} ||
     fail "Python 3.11 or later is needed; PYTHON=/path/to/python launch/setup.sh chooses one"
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ||

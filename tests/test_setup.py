@@ -73,6 +73,15 @@ def test_the_quickstart_says_why_it_is_silent_at_first(set_up):
     assert set_up(script="quickstart.sh") == (0, "", "loading PyTorch and Megatron ...\n")
 
 
+def test_an_installed_package_is_not_set_up(set_up, tmp_path):
+    (tmp_path / "clone" / "pyproject.toml").unlink()
+    for script in ("setup.sh", "quickstart.sh"):
+        status, said, errors = set_up(script=script)
+        assert (status, said) == (1, "")
+        assert errors.startswith("launch/setup.sh: an installed package has its environment; ")
+        assert "python -m megatron_ext.trainer.quickstart" in errors
+
+
 def test_pages_where_a_stage_fails(set_up):
     for fails, stage in (("torch", "2/3"), ("--editable", "3/3")):
         status, said, errors = set_up(fails)

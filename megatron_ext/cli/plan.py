@@ -87,7 +87,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         ("imbalance before", "imbalance_before", ".3f"),
         ("imbalance after", "imbalance_after", ".4f"),
         ("lower bound", "lower_bound", ".4f"),
-        ("gap to the bound", "gap", ".4f"),
+        ("after / lower bound", "gap", ".4f"),
         ("replicas", "replicas", ".1f"),
         ("replicas of an expert, most", "max_fanout", ".1f"),
         ("sends of a rank, most", "max_rank_sends", ".1f"),

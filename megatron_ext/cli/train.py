@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.cli.output import DONE, columns, show
+from megatron_ext.cli.output import DONE, columns, show, warn
 
 if TYPE_CHECKING:
     from megatron_ext.lab.forecast import Forecast
@@ -57,7 +57,8 @@ def dry_run(options: argparse.Namespace) -> None:
     from megatron_ext.trainer.model.settings import assumes_transformer_engine
 
     counted = count(config, num_ranks=num_ranks, vocab_size=vocab_size, imbalances=(1.0, imbalance))
-    costs, replication, step = _forecast(config, counted, imbalance, hardware)
+    is_asked = options.imbalance is not None
+    costs, replication, step = _forecast(config, counted, imbalance, hardware, is_asked=is_asked)
     report = {
         "config": OmegaConf.to_container(OmegaConf.structured(config)),
         "ranks": num_ranks,
@@ -115,9 +116,17 @@ def _machine(config: TrainConfig) -> tuple[Hardware | None, Choice]:
 
 
 def _forecast(
-    config: TrainConfig, counted: DryRun, imbalance: float, hardware: Hardware | None
+    config: TrainConfig,
+    counted: DryRun,
+    imbalance: float,
+    hardware: Hardware | None,
+    *,
+    is_asked: bool,
 ) -> Forecast:
-    """Return what balancing would do there; nothing without a machine or experts."""
+    """Return what balancing would do there; nothing without a machine or experts.
+
+    Nor, with a warning, where no load has an imbalance that nobody asked for.
+    """
     from megatron_ext.config import ConfigError
     from megatron_ext.lab.forecast import Forecast, forecast
 
@@ -126,7 +135,10 @@ def _forecast(
     try:
         return forecast(config, counted, imbalance=imbalance, hardware=hardware)
     except ValueError as error:
-        raise ConfigError([f"--imbalance ({imbalance}): {error}"]) from None
+        if is_asked:
+            raise ConfigError([f"--imbalance ({imbalance}): {error}"]) from None
+        warn(f"no forecast of replicas and steps: {error}; --imbalance chooses another")
+        return Forecast()
 
 
 def _fits_with(

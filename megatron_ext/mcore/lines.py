@@ -127,7 +127,9 @@ def _what_balances(layer: Any) -> str:
         )
     buffers = layer.balancer.buffers
     if buffers is None:
-        return f"not balanced, for there are no slots ({_number(layout.ep_size, 'EP rank')})"
+        return (
+            f"not balanced, for there {'is 1 EP rank' if layout.ep_size == 1 else 'are no slots'}"
+        )
     drops = f"; tokens beyond moe_expert_capacity_factor ({capacity}) are dropped before balancing"
     return (
         f"balanced over {_number(layout.ep_size, 'EP rank')} with strategy "

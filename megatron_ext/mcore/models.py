@@ -12,11 +12,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore import process_hooks
 from megatron_ext.mcore.check import check
 from megatron_ext.mcore.spec import balance_spec, has_moe_layers
-from megatron_ext.mcore.stages import ObservedMoELayer
 
 MODELS = (
     ("megatron.core.models.gpt.gpt_model", "GPTModel"),
@@ -30,7 +31,7 @@ def balance_models(balance: BalanceConfig, attend: Callable[[Any], None]) -> Non
     """Let all models that this process builds from now on have balanced MoE layers.
 
     Building a model with experts raises what `check` raises if something excludes balancing, and
-    then calls `attend` with each balanced layer. Dense models stay as they are.
+    then calls `attend` with each MoE layer. Dense models stay as they are.
     """
 
     def build_balanced(build: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -44,7 +45,7 @@ def balance_models(balance: BalanceConfig, attend: Callable[[Any], None]) -> Non
         build(*given.args, **given.kwargs)
         model = args[0]
         for layer in model.modules():
-            if isinstance(layer, ObservedMoELayer):
+            if isinstance(layer, MoELayer):
                 attend(layer)
 
     # `balance_spec` does the same, but a pipeline stage without MoE layers never calls it.

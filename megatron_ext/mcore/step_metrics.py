@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -59,17 +59,19 @@ class StepMetrics:
         if any(hold_whole_steps(part.config) for part in parts if hasattr(part, "config")):
             process_hooks.install()
         layers = [part for part in parts if isinstance(part, MoELayer)]
-        group = parallel_state.get_expert_model_parallel_group() if layers else None
-        self._recorder = LoadRecorder((), group)
+        self._recorder = LoadRecorder((), None)
         self._last_layer = 0
+        self._balance: dict[str, Any] | None = None
         self._place: Place | None = None
-        self._run_dir = None if run_dir is None else _RunDir(Path(run_dir), layers)
+        self._run_dir = None if run_dir is None else _RunDir(Path(run_dir))
         for layer in layers:
             self.watch(layer)
 
     def watch(self, layer: Any) -> None:
         """Count this layer, too; called before the first `take`."""
         self._last_layer = max(self._last_layer, layer.layer_number or 0)
+        if self._balance is None and hasattr(layer, "balance"):
+            self._balance = asdict(layer.balance)
         self._recorder.watch(layer)
 
     def take(
@@ -104,19 +106,31 @@ class StepMetrics:
             raise ValueError(f"tier ({tier!r}) must be one of {', '.join(TIERS)}")
         loads = self._recorder.take_step()
         if self._place is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            last_layer = torch.tensor(self._last_layer, device=device)
-            dist.all_reduce(last_layer, dist.ReduceOp.MAX)
-            self._place = place_of_rank(int(last_layer))
+            self._place = self._agree()
         if not self._place.num_layers:
             return {}
         gathered = gather_step(loads.computed, self._place, loads.own)
         metrics = gathered.metrics()
         if self._run_dir is not None and metrics and dist.get_rank() == 0:
             with_experts = gathered.layers(with_experts=True)
-            self._run_dir.write(step, metrics, with_experts, loss=loss, tokens=tokens)
+            balance = self._balance or {"strategy": "none"}
+            self._run_dir.write(step, metrics, with_experts, balance, loss=loss, tokens=tokens)
         layers = gathered.layers(with_experts=False)
         return shown(metrics, layers, tier=tier, max_keys=MAX_KEYS)
+
+    def _agree(self) -> Place:
+        """Return this rank's place among all; learn how layers are balanced, which others have."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        knows = num_ranks - rank if self._balance else 0
+        most = torch.tensor([self._last_layer, knows], device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        last_layer, first_that_knows = most.tolist()
+        if first_that_knows:
+            said = [self._balance]
+            dist.broadcast_object_list(said, src=num_ranks - first_that_knows)
+            self._balance = said[0]
+        return place_of_rank(last_layer)
 
     def close(self) -> None:
         """Stop counting, and close the files in `run_dir`."""
@@ -131,10 +145,8 @@ class _RunDir:
     A folder that cannot be written is warned of once, as no file may stop a training.
     """
 
-    def __init__(self, folder: Path, layers: Sequence[MoELayer]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        balances = [layer.balance for layer in layers if hasattr(layer, "balance")]
-        self._balance = asdict(balances[0]) if balances else {"strategy": "none"}
         self._files: tuple[StepLines, StepLines] | None = None
         self._is_open = False
         self._step = 0
@@ -145,6 +157,7 @@ class _RunDir:
         step: int | None,
         metrics: Mapping[str, float],
         layers: Mapping[str, Any],
+        balance: Mapping[str, Any],
         *,
         loss: float | None,
         tokens: int | None,
@@ -160,20 +173,20 @@ class _RunDir:
             if tokens is not None:
                 line["tokens_per_s"] = tokens / seconds
         else:
-            self._open(step)
+            self._open(step, balance)
         self._step = self._step + 1 if step is None else step
         if self._files is not None:
             self._files[0].write({"step": self._step, **line, **metrics})
             self._files[1].write({"step": self._step, **layers})
 
-    def _open(self, step: int | None) -> None:
+    def _open(self, step: int | None, balance: Mapping[str, Any]) -> None:
         """Open the files, for lines from this step on, or behind those that are there."""
         self._is_open = True
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             check_ours(self._folder)
             # JSON is YAML, too.
-            settings = {"num_ranks": dist.get_world_size(), "balance": self._balance}
+            settings = {"num_ranks": dist.get_world_size(), "balance": balance}
             write_whole(self._folder / CONFIG_FILE, [json_text(settings, indent=2), "\n"])
             if step is None:
                 lines = read_lines(self._folder / METRICS_FILE)

@@ -102,7 +102,7 @@ OWN = (
 class LoadRecorder:
     """Watches MoE layers of this rank, of any kind, from its construction until `close()`.
 
-    Only Megatron's own layers need the EP group.
+    Only Megatron's own layers need the EP group; without one it is that of the layer.
     """
 
     def __init__(self, layers: Iterable[Any], ep_group: dist.ProcessGroup | None) -> None:
@@ -152,6 +152,7 @@ class LoadRecorder:
             layer.observers.append(observer)
             self._observed.append((layer.observers, observer))
         else:
+            self._ep_group = self._ep_group or layer.ep_group
             self._hooks.append(layer.router.register_forward_hook(partial(self._count, layer)))
         ended = partial(self._held.forward_ended, layer)
         self._hooks.append(called_in_forward(layer).register_forward_hook(ended))

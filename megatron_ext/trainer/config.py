@@ -287,7 +287,7 @@ class CheckpointConfig(Section, name="checkpoint"):
     """When to save, and where to start from. A run continues from its own newest checkpoint."""
 
     every: int = setting(0, least=0)
-    """Steps between two checkpoints; 0 saves none."""
+    """Steps between two checkpoints; the last step has one, too. 0 saves none."""
     keep: int = setting(2, least=1)
     """Newest checkpoints that are kept."""
     load: str | None = None

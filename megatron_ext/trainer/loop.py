@@ -125,7 +125,8 @@ class Training:
                 if self.profile.is_due(self.step, is_last=bool(self.stop.agreed)):
                     self._write_profile()
                 self.checkpoints.poll()
-                if every and (self.step % every == 0 or self.stop.agreed):
+                is_last = self.step == config.steps or self.stop.agreed
+                if every and (self.step % every == 0 or is_last):
                     self._save()
                 if self.stop.agreed:
                     self.checkpoints.finish()

@@ -119,6 +119,17 @@ def test_text_is_for_people_and_wrong_words_are_said_at_once() -> None:
         assert problem in said
 
 
+def test_sizes_that_cannot_be_as_uneven_as_usual_are_counted() -> None:
+    """The imbalance is the command's own, so it is no error of the user's."""
+    tiny = ["--config-name", "gpt_8x64e_8_h100_bf16", "size=tiny", "precision=fp32"]
+    status, out, said = _dry_run(*tiny)
+    assert (status, "Parameters: " in out) == (0, True), said
+    assert "no forecast of replicas and steps: imbalance (1.5) cannot be had" in said
+    status, _, said = _dry_run(*tiny, "--imbalance", "1.5")
+    assert status == 2
+    assert "error: --imbalance (1.5): imbalance (1.5) cannot be had" in said
+
+
 def _main_with_old_torch(rank: int, words: list[str]) -> tuple[int, str, str]:
     with mock.patch.object(torch, "__version__", TorchVersion("2.10.0+cu128")):
         return _main(rank, words)

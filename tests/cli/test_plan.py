@@ -36,7 +36,7 @@ def test_plan_prints_the_contract(loads, capsys):
     status, stdout, _ = run(capsys, "plan", loads)
     assert status == 0
     assert "3 loads, strategy quota" in stdout
-    assert "gap to the bound" in stdout
+    assert "after / lower bound" in stdout
 
 
 def test_plan_writes_plans(loads, capsys):

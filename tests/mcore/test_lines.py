@@ -72,7 +72,7 @@ def test_lines_say_what_the_layers_did() -> None:
 
 def test_without_slots_the_line_says_so_and_0_is_silence() -> None:
     alone, also_alone = run_ranks(_lines, 2, "auto", 1)
-    assert alone[0] == ["MoE layers 1-2: not balanced, for there are no slots (1 EP rank)"]
+    assert alone[0] == ["MoE layers 1-2: not balanced, for there is 1 EP rank"]
     assert also_alone[0] == [], "the same layers of another data-parallel rank"
     assert [spoken for spoken, _ in run_ranks(_lines, 2, 0, 2)] == [[], []]
 

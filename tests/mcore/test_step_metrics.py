@@ -167,6 +167,41 @@ def test_a_run_directory_names_its_strategy(strategy: str, tmp_path: Path) -> No
         assert run.settings["balance.slots"] == str(BalanceConfig().slots)
 
 
+def _write_program(rank: int, folder: Path, strategy: str, case: dict[str, Any]) -> None:
+    """Train two steps of a program that knows nothing of balancing, as `pretrain.py` does."""
+    from megatron_ext.mcore import process_hooks
+    from megatron_ext.mcore.models import balance_models
+
+    steps = megatron_ext.StepMetrics((), run_dir=folder)
+    balance_models(BalanceConfig(strategy=strategy), steps.watch)
+    try:
+        gpt = build_gpt(ep=2, experts=EXPERTS, **case)
+        for _ in range(2):
+            gpt.forward_backward(1, num_microbatches=MICROBATCHES)
+            steps.take()
+    finally:
+        steps.close()
+        process_hooks.uninstall()
+
+
+@pytest.mark.parametrize("strategy", ["none", "quota"])
+def test_a_programs_run_directory_names_its_strategy(strategy: str, tmp_path: Path) -> None:
+    run_ranks(_write_program, 2, tmp_path, strategy, dict(num_layers=LAYERS))
+    (run,) = read_runs([tmp_path]).values()
+    assert run.strategy == strategy
+    assert len(run.metrics) == 2
+    before, after = (column(run.metrics, f"imbalance_{when}") for when in ("before", "after"))
+    assert (before == after) == (strategy == "none")
+    assert min(before) > 1
+
+
+def test_a_first_stage_without_moe_layers_learns_the_strategy(tmp_path: Path) -> None:
+    case = dict(pp=2, num_layers=2, moe_layer_freq=[0, 1])
+    run_ranks(_write_program, 4, tmp_path, "quota", case)
+    (run,) = read_runs([tmp_path]).values()
+    assert run.strategy == "quota"
+
+
 def test_a_run_directory_that_cannot_be_written_is_warned_of(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     ours, others = run_ranks(_write_run, 2, tmp_path / "file" / "run", [None, None])

@@ -71,7 +71,7 @@ def test_killed_run_continues_exactly(data: Path, tmp_path: Path) -> None:
 
     subprocess.run(command, check=True, capture_output=True, env=environment)
     assert _losses(killed) == _losses(whole)
-    assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step_00000006"]
+    assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step_00000008"]
     evaluated = [line["step"] for line in read_metrics(killed) if "eval_loss" in line]
     assert evaluated == [2, 4, 6, 8]
     trace = read_loads(killed / "trace").trace
@@ -125,6 +125,13 @@ def saved(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     run_ranks(_train, 2, [*overrides(data, folder), *SHORT, "checkpoint.every=2"])
     return folder
+
+
+def test_the_last_step_is_saved(data: Path, tmp_path: Path) -> None:
+    settings = [*SHORT, "steps=3", "checkpoint.every=2"]
+    run_ranks(_train, 2, [*overrides(data, tmp_path), *settings])
+    saved = sorted(each.name for each in (tmp_path / "checkpoints").glob("step_*"))
+    assert saved == ["step_00000002", "step_00000003"]
 
 
 @pytest.mark.parametrize(

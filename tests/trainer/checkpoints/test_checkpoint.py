@@ -177,7 +177,8 @@ def test_a_run_continues_from_the_newest_whole_checkpoint(
     harm(folders / NEWEST / name)
     # The next one before the damaged one's step, or behind it.
     saved = 5 if name == "run.json" else 7
-    settings = [*overrides(data, run_dir), f"checkpoint.every={saved}", "steps=8"]
+    saving = [f"checkpoint.every={saved}", "checkpoint.keep=3"]
+    settings = [*overrides(data, run_dir), *saving, "steps=8"]
     ((lines, status), others) = run_ranks(_train_and_listen, 2, settings)
     assert (status, others) == (0, ([], 0))
     (line,) = lines
@@ -188,8 +189,9 @@ def test_a_run_continues_from_the_newest_whole_checkpoint(
     )
     assert _losses(run_dir) == _losses(saved_run)
     # The damaged one would be in the way when the run continues once more; and it takes no place
-    # of the two that are kept.
-    assert sorted(path.name for path in folders.iterdir()) == [OLDER, f"step_{saved:08d}"]
+    # of the three that are kept.
+    kept = [OLDER, f"step_{saved:08d}", "step_00000008"]
+    assert sorted(path.name for path in folders.iterdir()) == kept
 
 
 @pytest.mark.slow
@@ -443,7 +445,12 @@ def test_a_checkpoint_before_the_first_step(
     distributed: str, precision: str, data: Path, tmp_path: Path
 ) -> None:
     undisturbed, saving, later = (tmp_path / name for name in ("undisturbed", "saving", "later"))
-    settings = ["steps=3", "checkpoint.every=2", f"model.precision={precision}"]
+    settings = [
+        "steps=3",
+        "checkpoint.every=2",
+        "checkpoint.keep=3",
+        f"model.precision={precision}",
+    ]
     settings.append(f"parallel.distributed_optimizer={distributed}")
     run_ranks(_train, 2, [*overrides(data, undisturbed), *settings])
     run_ranks(_train_saving_first, 2, [*overrides(data, saving), *settings])
