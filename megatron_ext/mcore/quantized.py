@@ -298,7 +298,8 @@ class QuantizedWeights(TEGroupedWeights):
         with ExitStack() as stack:
             for name in LINEARS:
                 linear = getattr(self._experts, name)
-                if not self._precisions[name].parts:
+                precision = self._precisions.get(name)
+                if precision is not None and not precision.parts:
                     # A push says so to quantized ones. Experts may run in parts, and the part that
                     # took itself for the first microbatch would overwrite the others' gradients.
                     linear.is_first_microbatch = False

@@ -291,9 +291,9 @@ class CheckpointConfig(Section, name="checkpoint"):
     keep: int = setting(2, least=1)
     """Newest checkpoints that are kept."""
     load: str | None = None
-    """Where a run without checkpoints of its own starts from: `RUN/checkpoints/step_...`, or a
-    checkpoint of Megatron-LM or Megatron-Bridge (`torch_dist`), as the folder of their
-    `latest_checkpointed_iteration.txt` or as one `iter_...` in it."""
+    """Where a run without checkpoints of its own starts from: `RUN/checkpoints/step_...`; `RUN`,
+    which means its newest; or a checkpoint of Megatron-LM or Megatron-Bridge (`torch_dist`), as the
+    folder of their `latest_checkpointed_iteration.txt` or as one `iter_...` in it."""
 
     verify: bool = True
     """Compare a checkpoint's files with their checksums before it is loaded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from checkpoints_tools.folder import (
     find_foreign_classes,
     find_other_owners,
     list_checkpoints,
+    newest_of,
     read_run,
 )
 from megatron_ext.files.opening import read_regular
@@ -41,8 +43,8 @@ def find_checkpoint(config: TrainConfig, damaged: dict[Path, str]) -> Path | Non
     own = list_checkpoints(Path(config.run_dir))
     if not own and config.checkpoint.load is None:
         return None
-    load = _of_tracker(Path(config.checkpoint.load or ""))
-    for folder in reversed(own) if own else [load]:
+    folders = own[::-1] or [_meant_by(Path(config.checkpoint.load or ""))]
+    for folder in folders:
         if folder not in damaged and (problem := _damage(folder, of_run=bool(own))):
             damaged[folder] = problem
         if folder not in damaged:
@@ -57,6 +59,7 @@ def find_checkpoint(config: TrainConfig, damaged: dict[Path, str]) -> Path | Non
                 "with checkpoint.fallback=true"
             )
     if not own:
+        (load,) = folders
         raise ValueError(f"checkpoint.load ({load}) is not a complete checkpoint: {damaged[load]}")
     raise ValueError(
         f"none of the checkpoints of {config.run_dir} is whole, the newest: {own[-1]}: "
@@ -112,11 +115,13 @@ def model_shape(config: TrainConfig) -> dict[str, Any]:
     return {name: value for name, value in fields if name not in _FREE_MODEL_FIELDS}
 
 
-def _of_tracker(load: Path) -> Path:
-    """Return the checkpoint that the tracker file of a folder names; without one, the folder."""
+def _meant_by(load: Path) -> Path:
+    """Return the checkpoint that a folder's tracker file names, or that `newest_of` finds."""
     try:
         newest = read_regular(load / TRACKER_FILE, follow=True).decode().strip()
     except (OSError, ValueError):
+        with suppress(OSError):
+            return newest_of(load)
         return load
     if newest == "release":
         return load / newest

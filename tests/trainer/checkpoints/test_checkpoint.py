@@ -27,6 +27,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoints_tools import read_contents, verify
 from checkpoints_tools.folder import find_damage
 from megatron_ext.config import ConfigError
+from megatron_ext.trainer.checkpoints.choice import find_checkpoint
 from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.logs.run_log import read_metrics
 from megatron_ext.trainer.ranks.launch import NO_RESTART
@@ -192,6 +193,16 @@ def test_a_run_continues_from_the_newest_whole_checkpoint(
     # of the three that are kept.
     kept = [OLDER, f"step_{saved:08d}", "step_00000008"]
     assert sorted(path.name for path in folders.iterdir()) == kept
+
+
+@pytest.mark.parametrize("where", ["", "checkpoints", f"checkpoints/{OLDER}"])
+def test_a_run_that_is_loaded_means_its_newest(
+    where: str, data: Path, stopped_run: Callable[[], Path], tmp_path: Path
+) -> None:
+    run_dir = stopped_run()
+    load = f"checkpoint.load={run_dir / where}"
+    found = find_checkpoint(load_config([*overrides(data, tmp_path / "run"), load]), {})
+    assert found == run_dir / "checkpoints" / (OLDER if OLDER in where else NEWEST)
 
 
 @pytest.mark.slow
