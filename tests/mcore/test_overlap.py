@@ -231,7 +231,6 @@ SET_ASIDE = OVERLAP | FUSED | dict(ddp=dict(grad_reduce_in_fp32=False))
 STAGES = dict(num_layers=4, pp=2, vpp=2)
 
 
-@pytest.mark.option("overlap")
 @pytest.mark.parametrize(
     ("step", "settings"),
     [
