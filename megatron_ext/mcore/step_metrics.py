@@ -188,10 +188,16 @@ class _RunDir:
             # JSON is YAML, too.
             settings = {"num_ranks": dist.get_world_size(), "balance": balance}
             write_whole(self._folder / CONFIG_FILE, [json_text(settings, indent=2), "\n"])
-            if step is None:
-                lines = read_lines(self._folder / METRICS_FILE)
-                self._step = max((line["step"] for line in lines), default=0)
-            start_step = self._step if step is None else step - 1
+            lines = read_lines(self._folder / METRICS_FILE)
+            last = max((line["step"] for line in lines), default=0)
+            self._step = start_step = last if step is None else step - 1
+            if start_step < last:
+                logger.warning(
+                    "warning: steps from %d to %d in %s are dropped, as of a run that was killed",
+                    start_step + 1,
+                    last,
+                    self._folder,
+                )
             self._files = (
                 StepLines(self._folder / METRICS_FILE, start_step=start_step),
                 StepLines(self._folder / LAYERS_FILE, start_step=start_step),

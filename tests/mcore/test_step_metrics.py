@@ -153,7 +153,9 @@ def test_a_loop_of_ones_own_writes_a_run_directory(tmp_path: Path) -> None:
     assert run.layers is not None
     # Once more: behind the steps that are there, or instead of those of a killed run.
     run_ranks(_write_run, 2, tmp_path, [None])
-    run_ranks(_write_run, 2, tmp_path, [3, 4])
+    said, _ = run_ranks(_write_run, 2, tmp_path, [3, 4])
+    dropped = f"warning: steps from 3 to 4 in {tmp_path} are dropped, as of a run that was killed"
+    assert said == [dropped]
     (run,) = read_runs([tmp_path]).values()
     assert [step["step"] for step in run.metrics] == [1, 2, 3, 4]
 
