@@ -125,8 +125,8 @@ class Training:
                 if self.profile.is_due(self.step, is_last=bool(self.stop.agreed)):
                     self._write_profile()
                 self.checkpoints.poll()
-                is_last = self.step == config.steps or self.stop.agreed
-                if every and (self.step % every == 0 or is_last):
+                ends = self.step == config.steps or self.stop.agreed
+                if every and (self.step % every == 0 or ends):
                     self._save()
                 if self.stop.agreed:
                     self.checkpoints.finish()
