@@ -8,6 +8,7 @@ GPU A reaches GPU B when A has read from B's page the bytes that B has written.
 from __future__ import annotations
 
 import ctypes
+import os
 from contextlib import ExitStack
 from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -149,6 +150,8 @@ class Driver:
             fabric, file = (c_char * 64)(), c_int()
             handle = fabric if kind == _FABRIC else byref(file)
             self._call("cuMemExportToShareableHandle", handle, memory, kind, c_uint64(0))
+            if kind == _FILE:  # The open file would keep the memory.
+                held.callback(os.close, file.value)
             address = self._map(memory, page.value, device, held)
             self._call("cuMemcpyHtoD_v2", address, c_char_p(token), c_size_t(len(token)))
             mine = fabric.raw if kind == _FABRIC else file.value

@@ -60,12 +60,15 @@ class Cuda:
         assert (kind == 8) == self.fabric
         if kind == 8:
             handle.raw = str(memory.value).encode().ljust(64)
-        else:
-            handle._obj.value = memory.value
+        else:  # a new descriptor of the caller's
+            handle._obj.value = os.memfd_create(f"page {memory.value} ")
         return 0
 
     def cuMemImportFromShareableHandle(self, memory: Any, handle: Any, kind: int) -> int:
-        owned = int(handle.raw) if kind == 8 else handle.value
+        if kind == 8:
+            owned = int(handle.raw)
+        else:
+            owned = int(Path(f"/proc/self/fd/{handle.value}").readlink().name.split()[1])
         memory._obj.value = self._new(self.live[owned])
         return 0
 
@@ -119,6 +122,7 @@ def test_what_a_gpu_cannot_read_it_does_not_reach(fabric: bool) -> None:
     stale = "it reads other bytes there than were written"
     assert found == [["", "", "cuMemSetAccess: no peer (217)"], [stale, "", ""], ["", "", ""]]
     assert not cuda.live, "nothing is left"
+    _check_no_descriptors_are_left()
 
 
 class FileDriver:
@@ -157,9 +161,13 @@ def _probe(rank: int, gpus: str, machines: str, **options: Any) -> list[str]:
         # One visible GPU a process: all have number 0.
         driver: Any = FileDriver(rank, **options)
         found = gpu_obstacles(dist.group.WORLD, torch.device("cuda", 0), driver)
+    _check_no_descriptors_are_left()
+    return found
+
+
+def _check_no_descriptors_are_left() -> None:
     files = [str(file.resolve()) for file in Path("/proc/self/fd").iterdir()]
     assert not [name for name in files if "memfd:page" in name], "descriptors are left"
-    return found
 
 
 def _probe_all(rank: int, cases: list[tuple[str, str, dict[str, Any]]]) -> list[list[str]]:
