@@ -8,7 +8,8 @@ the eod.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,8 @@ class HuggingFaceTokenizer:
         Raises:
             ValueError: The file names tokens that it does not have.
         """
-        try:
+        with _refusing(f"{self._path} cannot encode a text"):
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        except Exception as error:  # As of `_read`.
-            raise ValueError(f"{self._path} cannot encode a text: {error}") from error
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
 
@@ -98,11 +97,8 @@ def _read(path: Path) -> tuple[Any, dict[str, int]]:
         ) from error
     if not path.is_file():
         raise FileNotFoundError(f"tokenizer file {path} does not exist")
-    try:
+    with _refusing(f"{path} is not a Hugging Face tokenizer.json"):
         tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-    # The library raises a bare Exception for every fault of the file.
-    except Exception as error:
-        raise ValueError(f"{path} is not a Hugging Face tokenizer.json: {error}") from error
     # Settings stored in the file which would cut or fill up documents.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -110,6 +106,21 @@ def _read(path: Path) -> tuple[Any, dict[str, int]]:
     if not vocabulary:
         raise ValueError(f"{path} is a tokenizer without a vocabulary")
     return tokenizer, vocabulary
+
+
+@contextmanager
+def _refusing(why: str) -> Iterator[None]:
+    """Raise what the library raises for a fault of the file as a ValueError.
+
+    That is a bare Exception or, of a fault that the library does not look for, a panic of Rust,
+    which is no Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{why}: {error}") from error
 
 
 def _vocab_size(vocabulary: dict[str, int]) -> int:

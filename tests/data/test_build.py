@@ -279,6 +279,16 @@ class TestHuggingFace:
             build(sources, tmp_path / "out", tokenizer_file=tmp_path / "none.json")
         assert not (tmp_path / "out").exists()
 
+    def test_a_file_over_which_the_library_panics(self, texts, tmp_path):
+        tokenizers = pytest.importorskip("tokenizers")
+        model = tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "</s>": 3}, [("a", "b")])
+        tokenizer = json.loads(tokenizers.Tokenizer(model).to_str())
+        tokenizer["model"]["continuing_subword_prefix"] = "longer than b"
+        (tmp_path / "t.json").write_text(json.dumps(tokenizer))
+        sources = parse_sources([f"{texts}/prose"])
+        with pytest.raises(ValueError, match=r"t\.json is not a Hugging Face .*: byte index"):
+            build(sources, tmp_path / "out", tokenizer_file=tmp_path / "t.json")
+
     def test_library_missing(self, texts, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "tokenizers", None)
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'megatron-ext\[train\]'"):
