@@ -315,7 +315,6 @@ struct Loader {
             const uint64_t* const offered = pull.segments.each[0].offered(place.rank, place.slot);
             if (!wait_for(self, offered, generation, PeerDeed::kOfferGrad, place, 0)) ready = false;
         }
-        // What any lane has waited for holds for all of them.
         if (__ballot_sync(kAll, !ready) != 0) return false;
 
         wait_for_room();
@@ -337,8 +336,10 @@ struct Loader {
             if (unit.has_aside) sources[unit.num_replicas] = aside + offset;
             sources[unit.num_sources() - 1] = unit.to;
         }
-        // Behind this all lanes have written their sources.
         const bool all_aligned = __ballot_sync(kAll, !aligned) == 0;
+        // All lanes have written their sources, and what any has waited for holds for all of them.
+        // A vote alone orders nothing.
+        __syncwarp();
         unit.bulk_bytes = all_aligned ? unit.chunk.bytes / kBulk * kBulk : 0;
         tell(unit);
         if (lane == 0) {

@@ -192,6 +192,7 @@ __device__ void take_units(
             if (n >= kUnits) pipeline.told.wait(n - kUnits);
             taken = atomicAdd(&self.state->push.next_unit, 1u);
         }
+        __syncwarp();  // Nobody needs what any lane writes over.
         taken = __shfl_sync(kAll, taken, 0);
         Unit& unit = pipeline.unit(n);
         goes_on = taken < num_units &&

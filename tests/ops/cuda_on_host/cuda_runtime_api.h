@@ -61,7 +61,7 @@ namespace cuda_on_host {
 constexpr int kLanes = 32;
 constexpr size_t kStackBytes = 64 << 10;
 
-enum class State { kReady, kAtWarp, kAtSome, kAtBlock, kSpinning, kDone };
+enum class State { kReady, kAtWarp, kAtExchange, kAtSome, kAtBlock, kSpinning, kDone };
 
 struct Thread {
     ucontext_t start;
@@ -76,6 +76,9 @@ struct Thread {
     const void* seen = nullptr;  // a flag that it has looked at, but not acquired
     // The last acquired flag that it knows of, and the last that bulk copies are ordered behind.
     uint64_t acquired = 0, ordered = 0;
+    // The last that a lane of its warp had acquired when they showed each other something. That
+    // orders nothing of memory.
+    uint64_t shown = 0;
     std::unique_ptr<char[]> stack{new char[kStackBytes]};
 };
 
@@ -144,7 +147,7 @@ template <class T>
 T exchange(T value, int source) {
     int64_t (&values)[kLanes] = block->exchanges[current->warp].value[current->phase++ % 2];
     values[current->lane] = static_cast<int64_t>(value);
-    wait(State::kAtWarp);
+    wait(State::kAtExchange);
     return static_cast<T>(values[source]);
 }
 
@@ -164,7 +167,8 @@ inline void run_body() {
     setcontext(&thread->start);
 }
 
-// Make all of `group` ready again if they all wait for `state`; each knows then what any knew.
+// Make all of `group` ready again if they all wait for `state`. Each knows then what any knew, but
+// for an exchange, in which each only hears of it.
 template <class Group>
 bool release(const Group& group, State state) {
     for (const auto& thread : group) {
@@ -176,9 +180,11 @@ bool release(const Group& group, State state) {
         ordered = std::max(ordered, thread->ordered);
     }
     for (const auto& thread : group) {
+        thread->state = State::kReady;
+        thread->shown = std::max(thread->shown, acquired);
+        if (state == State::kAtExchange) continue;
         thread->acquired = acquired;
         thread->ordered = ordered;
-        thread->state = State::kReady;
     }
     return true;
 }
@@ -211,7 +217,7 @@ inline std::unique_ptr<Block> start_block(const Launch& launch, uint64_t b) {
         thread.state = State::kReady;
         thread.phase = 0;
         thread.is_fenced = false;
-        thread.acquired = thread.ordered = 0;
+        thread.acquired = thread.ordered = thread.shown = 0;
         thread.idx = {i % size.x, i / size.x % size.y, i / (size.x * size.y)};
         thread.warp = static_cast<int>(i) / kLanes;
         thread.lane = static_cast<int>(i) % kLanes;
@@ -243,7 +249,7 @@ inline bool run_block() {
                 // Others' blocks may come before the rest of this one.
                 if (thread->state == State::kSpinning && random() % 4 == 0) return false;
             }
-            release(warp, State::kAtWarp);
+            release(warp, State::kAtWarp) || release(warp, State::kAtExchange);
         }
         if (release_some() || release(block->threads, State::kAtBlock) || ran) continue;
         bool done = true;

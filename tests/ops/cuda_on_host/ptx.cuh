@@ -6,7 +6,9 @@
 // early shows as other bytes. What the hardware forbids ends the program: wrong alignment, a block
 // that ends before its copies, a barrier used twice in a phase, or waited for when two more phases
 // are complete, a bulk copy that no fence orders behind an acquired flag, a relaxed store that no
-// fence orders behind what other threads did, a flag that is looked at and not acquired.
+// fence orders behind what other threads did, a flag that is looked at and not acquired, a bulk
+// copy behind a flag of which the lanes of a warp have only told each other: votes and shuffles
+// order nothing.
 #pragma once
 
 #include <cstdint>
@@ -72,6 +74,9 @@ inline void end_phase_if_complete(Barrier& barrier) {
 inline void check_bulk(const void* to, const void* from, uint32_t bytes) {
     if (current->ordered < current->acquired) {
         fail("no fence between an acquired flag and a bulk copy");
+    }
+    if (current->acquired < current->shown) {
+        fail("no barrier between a flag that another lane has acquired and a bulk copy");
     }
     const auto odd = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes;
     if (odd % 16 != 0 || bytes == 0) fail("a bulk copy must be of multiples of 16 bytes");
