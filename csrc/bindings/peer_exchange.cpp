@@ -359,6 +359,8 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         state.push.generation = state.pull.generation = static_cast<uint64_t>(generation);
         state.gathered = static_cast<uint64_t>(generation);
         C10_CUDA_CHECK(cudaMemcpy(self_.state, &state, sizeof state, cudaMemcpyHostToDevice));
+        // So little may still be on its way, and other streams do not wait for it.
+        C10_CUDA_CHECK(cudaDeviceSynchronize());
         failure_.zero_();
         aborted_.zero_();
         pushed_.reset();
@@ -506,13 +508,23 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     }
 
     // A layer's mains in memory of the push stream, which is the current one: written at the first
-    // push and kept, because parameters stay where they are.
+    // push and kept, because parameters mostly stay where they are.
     Tensor kept_on_device(const Words& addresses) {
+        const bool is_captured = capture_id() != 0;
         const auto found = main_addresses_.find(addresses);
-        if (found != main_addresses_.end()) return found->second;
+        if (found != main_addresses_.end()) {
+            found->second.is_in_graph |= is_captured;
+            return found->second.there;
+        }
         Tensor there = on_device(addresses);
         // A captured graph writes them in each replay, where no other push finds them.
-        if (capture_id() == 0) main_addresses_.emplace(addresses, there);
+        if (is_captured) return there;
+        // Mains that move would fill the memory. Pushes under way come first on its stream.
+        if (main_addresses_.size() >= kMostKept) {
+            std::erase_if(main_addresses_,
+                          [](const auto& each) { return !each.second.is_in_graph; });
+        }
+        main_addresses_.emplace(addresses, Kept{there});
         return there;
     }
 
@@ -558,7 +570,14 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         return found->second;
     }
 
+    // Addresses of mains on the device.
+    struct Kept {
+        Tensor there;
+        bool is_in_graph = false;  // a captured graph reads them at its replays
+    };
+
     static constexpr int64_t kMaxBlocks = 1 << 16;
+    static constexpr size_t kMostKept = 1024;  // far more than a model's layers push from
 
     const at::Device device_;
     const int64_t first_peer_;
@@ -575,9 +594,9 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     std::vector<Tensor> addresses_;  // for each segment, all ranks'
     std::vector<PeerSegment> segments_;
     RowTable table_{};
-    std::vector<Tensor> tables_;  // this rank's, and all ranks' addresses; the last count
-    std::map<Words, Tensor> main_addresses_;  // the same on the device, for each layer
-    Tensor copies_;                           // compiled anew by each push
+    std::vector<Tensor> tables_;            // this rank's, and all ranks' addresses; the last count
+    std::map<Words, Kept> main_addresses_;  // for each layer
+    Tensor copies_;                         // compiled anew by each push
     Push last_{};
     std::optional<Mark> pushed_;   // until the last push is finished
     std::optional<Mark> read_;     // reads of the slots so far
