@@ -8,7 +8,13 @@ random generator, and other plain values.
 
 from __future__ import annotations
 
+import mmap
+import os
 import pickle
+import pickletools
+import re
+import zipfile
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,6 +57,73 @@ class _TableUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+_COUNT_BYTES = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+
+
+@cache
+def _opcodes() -> tuple[re.Pattern[bytes], dict[bytes, int]]:
+    """Return what matches many opcodes of known lengths, and what is behind each of the others.
+
+    That is the number of bytes that count the argument's, or minus the number of its lines.
+    """
+    fixed: dict[int, bytes] = {}
+    others: dict[bytes, int] = {}
+    for opcode in pickletools.opcodes:
+        code, length = opcode.code.encode("latin1"), opcode.arg.n if opcode.arg else 0
+        if length in _COUNT_BYTES:
+            others[code] = _COUNT_BYTES[length]
+        elif length < 0:
+            others[code] = -2 if code in b"ci" else -1
+        elif opcode.name not in ("STOP", "FRAME", "LONG_BINPUT"):
+            fixed[length] = fixed.get(length, b"") + re.escape(code)
+    one = b"|".join(b"[%b].{%d}" % (codes, length) for length, codes in sorted(fixed.items()))
+    return re.compile(b"(?:%b){1,1000}+" % one, re.DOTALL), others
+
+
+def _check_memo(pickled: mmap.mmap) -> None:
+    """Check that a pickle names no place of its memo beyond its own length.
+
+    The unpickler makes all places before, so that few bytes would take all memory.
+
+    Raises:
+        ValueError: It does, or an opcode begins in a frame and does not end there: the unpickler
+            would take other bytes for the rest.
+    """
+    known, others = _opcodes()
+    at, end, end_of_frame = 0, len(pickled), 0
+    while at < end:
+        limit = end_of_frame if at < end_of_frame else end
+        if run := known.match(pickled, at, limit):
+            at = run.end()
+            continue
+        code, at, place = pickled[at : at + 1], at + 1, b"0"
+        if code == b"\x95" and limit == end:
+            end_of_frame = at + 8 + int.from_bytes(pickled[at : at + 8], "little")
+            at += 8
+        elif code == b"r":
+            place = b"%d" % int.from_bytes(pickled[at : at + 4], "little")
+            at += 4
+        elif (what := others.get(code, 0)) > 0:
+            at += what + int.from_bytes(pickled[at : at + what], "little")
+        elif what < 0:
+            for _ in range(-what):
+                begin, at = at, pickled.find(b"\n", at) + 1 or end
+            place = pickled[begin:at].strip() if code == b"p" else place
+        elif code == b"." or limit == end:  # Its end, or no opcode: nothing behind it is read.
+            return
+        else:
+            at = limit + 1
+        if at > limit < end:
+            raise ValueError("an opcode does not end in its frame")
+        if not place.isdigit() or len(place) > 18 or int(place) > end:
+            raise ValueError(f"it names place {place[:20]!r} of its memo")
+
+
 def read_table(file: Path) -> Any:
     """Read a checkpoint's table of contents, torch's `Metadata`, from its `.metadata`.
 
@@ -60,6 +133,8 @@ def read_table(file: Path) -> Any:
     """
     with open_regular(file, follow=True) as stream:
         try:
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as pickled:
+                _check_memo(pickled)
             table = _TableUnpickler(stream).load()
             _check_places(table)
         except ForeignClassError as error:
@@ -126,6 +201,7 @@ def read_object(stream: BinaryIO) -> Any:
     """
     import torch
 
+    _check_sizes(stream)
     try:
         return torch.load(stream, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
@@ -139,6 +215,25 @@ def read_object(stream: BinaryIO) -> Any:
             raise ForeignClassError(_foreign_classes(stream)) from None
         except Exception as error:
             raise ValueError(f"is cut off or damaged ({one_line(error)})") from error
+
+
+def _check_sizes(stream: BinaryIO) -> None:
+    """Check that what is stored is no larger than the file: `torch.save` compresses nothing.
+
+    Compressed, or told of several times, a few bytes would be more than any memory holds.
+
+    Raises:
+        ValueError: It is larger.
+    """
+    end = stream.seek(0, os.SEEK_END)
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            num_bytes = sum(member.file_size for member in archive.infolist())
+    except Exception:  # No archive, as of older Torch, or a damaged one, which Torch refuses.
+        num_bytes = 0
+    stream.seek(0)
+    if num_bytes > end:
+        raise ValueError(f"is damaged (it has {end} bytes, and {num_bytes} when it is unpacked)")
 
 
 def _of_megatron() -> list[Any]:

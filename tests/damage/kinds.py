@@ -264,7 +264,7 @@ def pickles(data: bytes, chooser: random.Random) -> tuple[str, bytes]:
         "old pickle that runs": f"cos\nsystem\n(S'touch {EXECUTED}'\ntR.".encode(),
         "pickled number": pickle.dumps(3),
         "pickled brackets": b"(" * 100_000 + b".",
-        "place 2^31 of the memo": b"\x80\x04r\xff\xff\xff\x7f.",
+        "place 2^31 of the memo": b"\x80\x04Nr\xff\xff\xff\x7f.",
         "bytes of 2^63": b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.",
         "archive": b"PK\x03\x04" + bytes(60),
     }

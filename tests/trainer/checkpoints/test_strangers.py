@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 import re
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from checkpoints_tools.folder import CHECKSUMS_FILE, hash_file, write_checksums
-from checkpoints_tools.pickles import ForeignClassError, read_table
+from checkpoints_tools.pickles import ForeignClassError, read_object, read_table
 from megatron_ext.config import ConfigError
 from megatron_ext.files.relayout import write_layout
 from megatron_ext.trainer.compose import load_config
@@ -177,6 +178,36 @@ def test_a_table_names_only_its_own_classes(craft: Callable[[], bytes], tmp_path
         read_table(tmp_path / ".metadata")
 
 
+@pytest.mark.parametrize(
+    "craft",
+    [
+        lambda: b"\x80\x04Nr\xff\xff\xff\x07.",
+        lambda: b"Np2147483647\n.",
+        lambda: b"Np-5\n.",
+        lambda: b"X\x03\x00\x00\x00rrrNr\xff\xff\xff\x07.",
+        lambda: b"\x80\x04\x95\x02" + b"\x00" * 7 + b"NK\x01r\xff\xff\xff\x07.",
+        lambda: (
+            b"\x80\x04\x95\x04" + b"\x00" * 7 + b"NX\x04\x00\x04\x00\x00\x00aaaar\xff\xff\xff\x07."
+        ),
+    ],
+)
+def test_a_table_takes_no_more_memory_than_it_is_long(
+    craft: Callable[[], bytes], tmp_path: Path
+) -> None:
+    (tmp_path / ".metadata").write_bytes(craft())
+    why = "it names place .* of its memo|an opcode does not end in its frame"
+    with pytest.raises(ValueError, match=rf"^\.metadata is cut off or damaged \(({why})\)$"):
+        read_table(tmp_path / ".metadata")
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_tables_of_all_protocols_are_read(protocol: int, tmp_path: Path) -> None:
+    places = {MetadataIndex(f"r{i}" * 40): _StorageInfo("f", i, 1) for i in range(3000)}
+    table = Metadata({}, storage_data=places)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(table, protocol=protocol))
+    assert read_table(tmp_path / ".metadata") == table
+
+
 @pytest.mark.parametrize("name", ["../secret", "..", "/dev/zero", "a/b", ""])
 def test_a_table_names_files_of_its_own_folder(name: object, tmp_path: Path) -> None:
     places = {MetadataIndex("a"): _StorageInfo(name, 0, 1)}  # type: ignore[arg-type]
@@ -203,6 +234,18 @@ def test_experts_of_a_changed_checkpoint_are_not_moved(
         assert (status, out) == (2, "")
         assert f"{folders / OLDER}: {name} was changed: its checksum is another" in err
     assert not list(tmp_path.glob(".out*")) + list(tmp_path.glob("out"))
+
+
+def test_an_object_is_not_larger_than_its_file(tmp_path: Path) -> None:
+    stored = io.BytesIO()
+    torch.save({"x": torch.zeros(10**6)}, stored)
+    assert read_object(stored)["x"].numel() == 10**6
+    packed = io.BytesIO()
+    with zipfile.ZipFile(stored) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(ValueError, match=r"it has \d{4} bytes, and 4\d{6} when it is unp"):
+        read_object(packed)
 
 
 ENDLESS: Any = ["x"] * 9
