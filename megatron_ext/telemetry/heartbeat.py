@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.arguments import plain
-from megatron_ext.config import field_problems, setting
+from megatron_ext.config import field_problems, limits, setting
 from megatron_ext.files.json_files import read_json
 from megatron_ext.files.opening import names_in
 from megatron_ext.files.whole import write_whole
@@ -153,12 +153,16 @@ class _LayerNotes:
         _MainThread.note = Note("backward", _MainThread.note.step, self._layer)
 
 
+_MOST_RANKS = 1 << 20
+"""Of a run: far more than there are GPUs in one. Those without a status are named one by one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Status:
     """The content of a rank's file."""
 
-    rank: int
-    num_ranks: int
+    rank: int = field(metadata=limits(least=0))
+    num_ranks: int = field(metadata=limits(least=1, most=_MOST_RANKS))
     host: str
     pid: int
     started: int

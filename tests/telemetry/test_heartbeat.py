@@ -99,6 +99,7 @@ def test_a_process_that_ended_or_another_of_its_number_is_gone(tmp_path: Any) ->
         {"still_s": 10**400},
         {"note": ["forward", "two"]},
         {"note": ["forward"] * 9},
+        {"num_ranks": 10**9},
     ],
 )
 def test_a_torn_file_is_as_good_as_none(text: str | dict[str, Any], tmp_path: Any) -> None:
