@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from megatron_ext.config import MOST_WAIT_S, BalanceConfig, Section, setting
+from megatron_ext.files.schema import MOST_EXPERTS
 from megatron_ext.telemetry.names import MAX_KEYS
 
 MISSING: Any = "???"
@@ -68,7 +69,7 @@ class ModelConfig(Section, name="model"):
     vocab_size: int = setting(0, least=0)
     """Tokens that the model knows, at least those of the data; 0 is as many as the data have."""
 
-    num_experts: int = setting(16, least=1)
+    num_experts: int = setting(16, least=1, most=MOST_EXPERTS)
     """Logical experts of a layer (E)."""
     topk: int = setting(2, least=1)
     """Experts that a token goes to (K)."""

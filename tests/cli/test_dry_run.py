@@ -113,6 +113,8 @@ def test_text_is_for_people_and_wrong_words_are_said_at_once() -> None:
     for words, problem in (
         (["--imbalance", "3"], "--imbalance (3.0) must be from 1 to parallel.ep_size (2)"),
         (["data.path=x", "model.vocab_size=-1"], "model.vocab_size (-1) must be >= 0"),
+        (["model.num_experts=65538"], "model.num_experts (65538) must be from 1 to 65536"),
+        ([f"model.hidden_size={2**32}"], "error: the model is too large for any machine: "),
     ):
         status, _, said = _dry_run("--config-name", "quickstart", *words)
         assert status == 2

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,6 +174,17 @@ def recommended_buffers(config: TrainConfig, *, tokens: int) -> Buffers | None:
     return Buffers(factor=least, rows=rows, usual_rows=usual.rows(choices))
 
 
+@contextmanager
+def _counting_in_64_bits() -> Iterator[None]:
+    """Turn torch's error about a tensor whose bytes it cannot count into a problem of settings."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise ConfigError([f"the model is too large for any machine: {error}"]) from error
+
+
 def dry_run(
     config: TrainConfig, *, num_ranks: int, vocab_size: int, imbalances: Sequence[float] = (1.0,)
 ) -> DryRun:
@@ -181,6 +192,9 @@ def dry_run(
 
     The settings of the run were checked, and the process is no rank. `vocab_size` is the
     tokenizer's, without padding; activations are counted at `imbalances`, busiest rank / mean.
+
+    Raises:
+        ConfigError: A tensor of the model would have more bytes than torch counts.
     """
     data, model, pp_size = config.data, config.model, config.parallel.pp_size
     batch = data.micro_batch_size * num_ranks // (config.parallel.tp_size * pp_size)
@@ -198,7 +212,8 @@ def dry_run(
         if with_engine or config.hardware.summary:
             stack.enter_context(kernels_of_a_gpu(fused_attention=with_engine))
         for pp_rank in range(pp_size):
-            with fake_rank(counted, rank=pp_rank * num_ranks // pp_size, num_ranks=num_ranks):
+            rank = pp_rank * num_ranks // pp_size
+            with fake_rank(counted, rank=rank, num_ranks=num_ranks), _counting_in_64_bits():
                 stages.append(
                     _count(
                         counted, pp_rank, vocab_size, imbalances, fuses, REPLICA_BYTES[precision]
