@@ -257,6 +257,15 @@ def _read_origin(folder: Path, metadata: Any) -> tuple[int | None, dict[str, int
     return step, {name: size for name, size in sizes.items() if isinstance(size, int)}
 
 
+def sizes_of_pieces(table: Any) -> dict[tuple[str, tuple[int, ...]], tuple[int, ...]]:
+    """Return the sizes of the pieces of all tensors, by name and where the piece begins in it."""
+    return {
+        (key, tuple(chunk.offsets)): tuple(chunk.sizes)
+        for key, entry in table.state_dict_metadata.items()
+        for chunk in getattr(entry, "chunks", ())
+    }
+
+
 def _read_common(folder: Path, metadata: Any) -> dict[str, Any]:
     """Return what is no tensor and the same on all ranks: in a file, or of 0.19 an object."""
     if (folder / COMMON_FILE).is_file():

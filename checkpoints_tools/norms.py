@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from checkpoints_tools.contents import is_of_optimizer, read_metadata
+from checkpoints_tools.contents import is_of_optimizer, read_metadata, sizes_of_pieces
 from checkpoints_tools.folder import check_whole, newest_of, stored_bytes
-from checkpoints_tools.pickles import read_object
+from checkpoints_tools.pickles import read_tensor
 from checkpoints_tools.relayout import PARTS
 
 
@@ -23,12 +23,19 @@ def expert_norms(path: str | Path) -> dict[int, list[float]]:
     folder = newest_of(Path(path))
     check_whole(folder)
     squares: dict[int, dict[int, float]] = {}
-    for index, stored in read_metadata(folder).storage_data.items():
+    table = read_metadata(folder)
+    sizes = sizes_of_pieces(table)
+    for index, stored in table.storage_data.items():
         match = PARTS.fullmatch(index.fqn)
         if match is None or match["router"] is not None or is_of_optimizer(index.fqn):
             continue
-        piece = read_object(stored_bytes(folder, stored))
-        offset = list(index.offset or (0,) * piece.dim())
+        place = index.fqn, tuple(index.offset or ())
+        if place not in sizes:
+            raise ValueError(f"{folder}: the table of contents has no place for {index.fqn}")
+        dtype = table.state_dict_metadata[index.fqn].properties.dtype
+        where = f"{folder}: {index.fqn}"
+        piece = read_tensor(stored_bytes(folder, stored), where, sizes[place], dtype)
+        offset = list(index.offset)
         # Layers and experts that the name does not say are the first axes.
         if match["layer"] is not None:
             piece, offset = piece[None], [int(match["layer"]), *offset]

@@ -14,12 +14,16 @@ import pickle
 import pickletools
 import re
 import zipfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from megatron_ext.arguments import one_line
 from megatron_ext.files.opening import open_regular
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CLASSES = {
     "collections": {"OrderedDict"},
@@ -177,6 +181,10 @@ def _check_places(table: Any) -> None:
         sizes = [entry.size, *(each for c in entry.chunks for each in (c.offsets, c.sizes))]
         if not isinstance(entry.properties.dtype, dtype) or not all(map(_are_sizes, sizes)):
             raise ValueError(f"it has no dtype or no sizes of {key}")
+        for chunk in entry.chunks:
+            axes = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+            if any(offset + size > whole for offset, size, whole in axes):
+                raise ValueError(f"a part of {key} is not within it")
 
 
 def _is_name(value: Any) -> bool:
@@ -215,6 +223,23 @@ def read_object(stream: BinaryIO) -> Any:
             raise ForeignClassError(_foreign_classes(stream)) from None
         except Exception as error:
             raise ValueError(f"is cut off or damaged ({one_line(error)})") from error
+
+
+def read_tensor(stream: BinaryIO, where: str, sizes: Sequence[int], dtype: Any) -> Tensor:
+    """Read a tensor that `torch.save` wrote, of these sizes and this dtype.
+
+    Raises:
+        ForeignClassError, ValueError: As of `read_object`; or it is something else. Of the latter
+            the message says `where`.
+    """
+    import torch
+
+    read = read_object(stream)
+    is_plain = isinstance(read, torch.Tensor) and read.layout == torch.strided and not read.is_meta
+    if not is_plain or tuple(read.shape) != tuple(sizes) or read.dtype != dtype:
+        raise ValueError(f"{where} is not stored as {list(sizes)} of {dtype}, as its table says")
+    tensor: Tensor = read
+    return tensor
 
 
 def _check_sizes(stream: BinaryIO) -> None:

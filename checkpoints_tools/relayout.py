@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from checkpoints_tools.contents import is_of_optimizer, read_metadata
+from checkpoints_tools.contents import is_of_optimizer, read_metadata, sizes_of_pieces
 from checkpoints_tools.folder import (
     CHECKSUMS_FILE,
     TABLE_FILE,
@@ -35,7 +35,7 @@ from checkpoints_tools.folder import (
     seal,
     stored_bytes,
 )
-from checkpoints_tools.pickles import read_object
+from checkpoints_tools.pickles import read_tensor
 from megatron_ext.files.opening import look_at, open_regular
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ class _Change(NamedTuple):
     new_index: Any
     rows: tuple[int, list[int]] | None
     """Of a router: the axis, and its rows in their new order."""
+    sizes: tuple[int, ...]
+    """Of the piece."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,7 +123,7 @@ class Relayout:
             for change in self._changes:
                 stored = self._table.storage_data[change.index]
                 if change.rows is not None:
-                    stored = _write_rows(self.folder, stored, change.rows, file)
+                    stored = _write_rows(self.folder, self._table, change, file)
                 table.storage_data[change.new_index] = stored
         (partial / TABLE_FILE).write_bytes(pickle.dumps(table))
         seal(partial, checksums)
@@ -206,23 +208,20 @@ def _find_changes(
     folder: Path, metadata: Any, layouts: Mapping[int, list[int]]
 ) -> Iterator[_Change]:
     """Yield the stored pieces that change."""
-    pieces = {
-        (key, chunk.offsets): chunk.sizes
-        for key, entry in metadata.state_dict_metadata.items()
-        if PARTS.fullmatch(key)
-        for chunk in entry.chunks
-    }
+    pieces = sizes_of_pieces(metadata)
     for index in metadata.storage_data:
         match = PARTS.fullmatch(index.fqn)
         if match is None:
             continue
-        size = metadata.state_dict_metadata[index.fqn].size
-        piece = pieces[index.fqn, index.offset]
-        offset = list(index.offset)
         # Without a number in the name, layers are the first axis, and experts the next.
         in_name = match["layer"] is not None
-        number = 1 + (int(match["layer"]) if in_name else offset[0])
         axis = 0 if in_name else 1
+        piece = pieces.get((index.fqn, tuple(index.offset or ())), ())
+        if len(piece) <= axis:
+            raise ValueError(f"{folder}: the table of contents has no place for {index.fqn}")
+        size = metadata.state_dict_metadata[index.fqn].size
+        offset = list(index.offset)
+        number = 1 + (int(match["layer"]) if in_name else offset[0])
         if number not in layouts:
             continue
         order = layouts[number]
@@ -241,7 +240,7 @@ def _find_changes(
                 f"and expert by expert"
             )
         if is_router:
-            yield _Change(index, index, (axis, order))
+            yield _Change(index, index, (axis, order), piece)
             continue
         old = int(match["expert"]) if match["expert"] is not None else offset[axis]
         new = order.index(old)
@@ -251,7 +250,7 @@ def _find_changes(
         else:
             offset[axis] = new
         new_index = dataclasses.replace(index, fqn=fqn, offset=type(index.offset)(offset))
-        yield _Change(index, new_index, None)
+        yield _Change(index, new_index, None, piece)
 
 
 def _check_complete(
@@ -277,14 +276,19 @@ def _check_complete(
         )
 
 
-def _write_rows(folder: Path, stored: Any, rows: tuple[int, list[int]], file: Any) -> Any:
-    """Append a stored tensor with its rows in another order; return its new location."""
+def _write_rows(folder: Path, metadata: Any, change: _Change, file: Any) -> Any:
+    """Append a router's stored tensor with its rows in another order; return its new location."""
     import torch
 
+    assert change.rows is not None, "of a router"
+    index = change.index
+    stored = metadata.storage_data[index]
     if getattr(stored, "transform_descriptors", None):
         raise ValueError(f"{folder}: {stored.relative_path} is compressed")
-    tensor = read_object(stored_bytes(folder, stored))
-    axis, order = rows
+    dtype = metadata.state_dict_metadata[index.fqn].properties.dtype
+    where = f"{folder}: {index.fqn}"
+    tensor = read_tensor(stored_bytes(folder, stored), where, change.sizes, dtype)
+    axis, order = change.rows
     start = file.tell()
     torch.save(tensor.index_select(axis, torch.tensor(order)), file)
     return dataclasses.replace(

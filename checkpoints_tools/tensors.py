@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints_tools.contents import read_metadata
+from checkpoints_tools.contents import read_metadata, sizes_of_pieces
 from checkpoints_tools.folder import stored_bytes
-from checkpoints_tools.pickles import read_object
+from checkpoints_tools.pickles import read_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -27,16 +27,13 @@ class Tensors:
         metadata = read_metadata(folder)
         entries = metadata.state_dict_metadata.items()
         self._entries = {key: entry for key, entry in entries if hasattr(entry, "chunks")}
+        lengths = sizes_of_pieces(metadata)
         self._pieces: dict[str, dict[tuple[int, ...], tuple[tuple[int, ...], Any]]] = {}
         for index, stored in metadata.storage_data.items():
             if index.fqn in self._entries:
                 offset = tuple(index.offset or (0,) * len(self._entries[index.fqn].size))
-                self._pieces.setdefault(index.fqn, {})[offset] = (), stored
-        for key, entry in self._entries.items():
-            pieces = self._pieces.get(key, {})
-            for chunk in entry.chunks:
-                if (offset := tuple(chunk.offsets)) in pieces:
-                    pieces[offset] = tuple(chunk.sizes), pieces[offset][1]
+                if (sizes := lengths.get((index.fqn, offset))) is not None:
+                    self._pieces.setdefault(index.fqn, {})[offset] = sizes, stored
         self.keys = set(self._entries)
 
     def shape(self, key: str) -> list[int]:
@@ -87,4 +84,6 @@ class Tensors:
                 first < begins + size and begins < first + length
                 for first, length, begins, size in zip(offset, lengths, start, sizes, strict=True)
             ):
-                yield offset, read_object(stored_bytes(self.folder, stored))
+                where, dtype = f"{self.folder}: {key}", self._entries[key].properties.dtype
+                piece = stored_bytes(self.folder, stored)
+                yield offset, read_tensor(piece, where, lengths, dtype)

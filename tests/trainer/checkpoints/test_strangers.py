@@ -36,6 +36,7 @@ from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.ranks.launch import NO_RESTART
 from megatron_ext.trainer.validate import validate
 from tests.cli.command import run as run_command
+from tests.damage.good import write_checkpoint
 from tests.ranks import run_ranks
 from tests.trainer.checkpoints.test_checkpoint import NEWEST, OLDER, _train_and_listen
 from tests.trainer.dataset import overrides
@@ -246,6 +247,51 @@ def test_an_object_is_not_larger_than_its_file(tmp_path: Path) -> None:
             new.writestr(name, old.read(name))
     with pytest.raises(ValueError, match=r"it has \d{4} bytes, and 4\d{6} when it is unp"):
         read_object(packed)
+
+
+ROUTER = "decoder.layers.0.mlp.router.weight"
+
+
+@pytest.mark.parametrize(
+    ("stored", "problem"),
+    [
+        (torch.zeros(2, 2), "is not stored as"),
+        (torch.zeros(8, 4, dtype=torch.int64), "is not stored as"),
+        (torch.eye(8)[:, :4].to_sparse(), "is not stored as"),
+        (torch.zeros(8, 4, device="meta"), "is not stored as"),
+        ({"a": 1}, "is not stored as"),
+        (MetadataIndex(ROUTER, torch.Size([1, 0])), "has no place for|is not stored whole"),
+    ],
+    ids=["smaller", "whole numbers", "sparse", "meta", "no tensor", "elsewhere"],
+)
+def test_tensors_are_stored_as_the_table_says(
+    stored: Any, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    for folder in (good, bad):
+        write_checkpoint(folder)
+    table = read_table(bad / ".metadata")
+    (index,) = (each for each in table.storage_data if each.fqn == ROUTER)
+    place = table.storage_data.pop(index)
+    if isinstance(stored, MetadataIndex):
+        index = stored
+    else:
+        with (bad / place.relative_path).open("ab") as file:
+            start = file.tell()
+            torch.save(stored, file)
+            place = replace(place, offset=start, length=file.tell() - start)
+    table.storage_data[index] = place
+    (bad / ".metadata").write_bytes(pickle.dumps(table))
+    (bad / CHECKSUMS_FILE).unlink()
+    write_checksums(bad, {each.name: hash_file(each) for each in bad.iterdir()})
+    write_layout(tmp_path / "layout.npz", {1: np.arange(8)[::-1]})
+    words = ["relayout", bad, tmp_path / "layout.npz", "--out", tmp_path / "out"]
+    for call in (words, ["verify", good, bad]):
+        status, _, err = run_command(capsys, "checkpoint", *call)
+        assert status == 2
+        assert re.search(problem, err), err
+        assert ROUTER in err
+    assert not (tmp_path / "out").exists()
 
 
 ENDLESS: Any = ["x"] * 9
