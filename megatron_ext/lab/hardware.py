@@ -66,7 +66,7 @@ class Hardware:
     """Ranks of a server, which a job asks for as one machine."""
     memory_bytes: float = field(metadata=_POSITIVE)
     """Memory of a rank."""
-    peak_flops_per_s: float = field(metadata=_POSITIVE)
+    peak_flops_per_s: float = field(metadata=limits(least=1))
     """Peak of a rank in dense matrix products."""
     expert_efficiency: float = field(metadata=_SHARE)
     """Share of the peak that experts reach. Work: their matrix products. Time: also the activation

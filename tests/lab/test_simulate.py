@@ -457,6 +457,7 @@ def test_hardware_of_the_repository(name):
         ("value: 1000000000.0", "value: much", r"memory_bytes \('much'\) must be a finite"),
         ("value: 1000000000.0", "value: .nan", "must be a finite number"),
         ("value: 64", "value: 6.5", r"domain_ranks \(6.5\) must be a whole number"),
+        ("value: 48.0", "value: 5.0e-324", r"peak_flops_per_s \(5e-324\) must be >= 1"),
         ("value: 0.5", "value: 1.5", r"expert_efficiency \(1.5\) must be > 0 and <= 1"),
         ("value: 0.25", "value: 0.0", r"dense_efficiency \(0.0\) must be > 0 and <= 1"),
         ("optimizer_bandwidth", "gemm_efficiency", "unknown constant 'gemm_efficiency'"),
