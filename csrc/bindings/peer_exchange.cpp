@@ -335,12 +335,17 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         return rows;
     }
 
-    // End what is under way without waiting for peers; returns the highest generation used here.
-    int64_t abort() {
+    // End waits for peers, those under way, too, until `restart`.
+    void cancel() {
         TORCH_CHECK(!closed_, "this transport is closed");
-        const c10::cuda::CUDAGuard guard(device_);
         // Waits look at this word.
         *static_cast<volatile int32_t*>(aborted_.mutable_data_ptr<int32_t>()) = 1;
+    }
+
+    // End what is under way without waiting for peers; returns the highest generation used here.
+    int64_t abort() {
+        cancel();
+        const c10::cuda::CUDAGuard guard(device_);
         C10_CUDA_CHECK(cudaStreamSynchronize(push_stream_));
         C10_CUDA_CHECK(cudaStreamSynchronize(pull_stream_));
         C10_CUDA_CHECK(cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream()));
@@ -358,9 +363,11 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         PeerState state{};
         state.push.generation = state.pull.generation = static_cast<uint64_t>(generation);
         state.gathered = static_cast<uint64_t>(generation);
-        C10_CUDA_CHECK(cudaMemcpy(self_.state, &state, sizeof state, cudaMemcpyHostToDevice));
-        // So little may still be on its way, and other streams do not wait for it.
-        C10_CUDA_CHECK(cudaDeviceSynchronize());
+        // `cudaMemcpy` may return before so few bytes have arrived, and other streams do not wait.
+        const auto stream = c10::cuda::getCurrentCUDAStream();
+        C10_CUDA_CHECK(
+            cudaMemcpyAsync(self_.state, &state, sizeof state, cudaMemcpyHostToDevice, stream));
+        C10_CUDA_CHECK(cudaStreamSynchronize(stream));
         failure_.zero_();
         aborted_.zero_();
         pushed_.reset();
@@ -634,6 +641,7 @@ TORCH_LIBRARY_FRAGMENT(megatron_ext, m) {
         .def("finish_pull", &TensorPeerExchange::finish_pull)
         .def("set_table", &TensorPeerExchange::set_table)
         .def("gather", &TensorPeerExchange::gather)
+        .def("cancel", &TensorPeerExchange::cancel)
         .def("abort", &TensorPeerExchange::abort)
         .def("restart", &TensorPeerExchange::restart)
         .def("raise_failure", &TensorPeerExchange::raise_failure)

@@ -45,9 +45,11 @@ def reset_after_abort(model: Iterable[nn.Module]) -> None:
     for layer in layers:
         layer.forget_step()
     # Layers share slot buffers, and a reset is collective: once for each, in the layers' order.
-    for buffers in dict.fromkeys(balancer.buffers for balancer in _started(layers)):
-        if buffers is not None:
-            buffers.reset()
+    shared = dict.fromkeys(b.buffers for b in _started(layers) if b.buffers is not None)
+    for buffers in shared:
+        buffers.transport.cancel()
+    for buffers in shared:
+        buffers.reset()
     # After these resets no device waits for a peer any more.
     for agreement in _agreements(layers):
         agreement.forget()

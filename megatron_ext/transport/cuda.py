@@ -149,6 +149,10 @@ class CudaTransport(OneSidedTransport):
         """Let later pushes wait for the current stream; see `Transport.note_reads`."""
         self._exchange.note_reads()
 
+    def cancel(self) -> None:
+        """End waits for peers; see `Transport.cancel`."""
+        self._exchange.cancel()
+
     def _share_tables(self, num_bytes: int) -> tuple[Tensor, Tensor]:
         return self._heap.share(num_bytes)
 

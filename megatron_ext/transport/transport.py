@@ -207,6 +207,13 @@ class Transport:
             RuntimeError: A peer was too late or made other calls.
         """
 
+    def cancel(self) -> None:
+        """End this rank's waits for peers, those under way, too, until `reset`.
+
+        Where a rank has several transports, it calls this for all before it resets one: a stream
+        that a reset waits for may wait in another transport.
+        """
+
     def reset(self) -> None:
         """Forget an aborted step, as if no call had been made yet; every rank calls.
 

@@ -149,21 +149,27 @@ def test_ranks_that_failed_in_different_places_go_on_after_a_reset() -> None:
 
 
 def _reset(rank: int) -> None:
-    """What waits for the device comes when no device waits for a peer any more."""
+    """What waits for the device comes when no device waits for a peer any more: in any transport,
+    for a stream that one transport's reset waits for, and at all, for the seals."""
     from megatron_ext import reset_after_abort
 
-    gpt = balanced_gpt(dict(ep=2), EXACT)
-    gpt.train_step(0)
+    chunks = []
+    for ffn in (32, 64):
+        gpt = balanced_gpt(dict(ep=2, ffn=ffn), EXACT)
+        gpt.train_step(0)
+        chunks += gpt.chunks
     done = mock.Mock()
     with (
+        mock.patch(inside.CANCEL_WAITS, done.cancel),
         mock.patch(inside.RESET_SLOTS, done.reset),
         mock.patch(inside.FORGET_SEALS, done.forget),
     ):
-        reset_after_abort(gpt.chunks)
-    assert done.mock_calls == [mock.call.reset(), mock.call.forget()]
+        reset_after_abort(chunks)
+    call = mock.call
+    assert done.mock_calls == [call.cancel()] * 2 + [call.reset()] * 2 + [call.forget()]
 
 
-def test_transports_are_reset_before_the_device_is_waited_for() -> None:
+def test_no_device_waits_for_a_peer_when_a_reset_waits_for_it() -> None:
     run_ranks(_reset, 2)
 
 

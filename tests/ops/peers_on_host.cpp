@@ -667,6 +667,8 @@ int main(int, char** arguments) {
         push_to_all({4, 1, 3, {100}, {}, false, 0}, 4);
         // Chunks without a tile, as an expert's scale is one: who loads has nothing to do.
         push_to_all({2, 8, 8, {4, 4, 100, 4}, {}, false, 1000}, 2);
+        // Short copies of as many tiles as are under way: many last tiles in front of others.
+        push_to_all({2, 8, 8, {8 * 8192}, {}, false, 1000}, 2);
         write_words();
     }
     const int first_rounds = std::min(rounds, 20);

@@ -219,6 +219,27 @@ def test_a_rank_without_a_page_is_reached_by_none() -> None:
     ]
 
 
+def _with_all_files_open(rank: int) -> list[str]:
+    """Rank 1 may open no file more: of a message with a descriptor it gets the words."""
+    receive = gpu_probe.socket.recv_fds
+
+    def without_descriptors(*arguments: Any) -> tuple[bytes, list[int], int, Any]:
+        told, received, flags, sender = receive(*arguments)
+        for file in received:
+            os.close(file)
+        return told, [], flags, sender
+
+    where = mock.patch.object(gpu_probe.socket, "recv_fds", without_descriptors)
+    with where if rank == 1 else nullcontext():
+        return _probe(rank, "abc", "111", fabric=False)
+
+
+def test_a_rank_that_can_open_no_file_reaches_nobody() -> None:
+    first, full, last = run_ranks(_with_all_files_open, 3)
+    assert first == last == ["", "", ""]
+    assert [not why for why in full] == [False, True, False]
+
+
 class Nvml:
     """The library that manages GPUs, for one GPU with links that are up (1) or down (0)."""
 
