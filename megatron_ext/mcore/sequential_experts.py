@@ -77,10 +77,7 @@ class SlotsBehindMains:
             ValueError: It has.
         """
         if "forward" in vars(self._experts):
-            raise ValueError(
-                "experts.forward was replaced, and replicas would not run through it: replace the "
-                "layer's, or register a hook"
-            )
+            raise ValueError("experts.forward was replaced, and replicas run without: use a hook")
 
     def _run(
         self, slots: Sequence[Any], tokens: Tensor, counts: Tensor, probs: Tensor, **buffers: Tensor
@@ -177,17 +174,12 @@ def _own(expert: nn.Module, names: Sequence[str]) -> str:
     for module in expert.modules():
         if "forward" in vars(module):
             return "a replaced forward"
-        hooks = (
-            *(module._forward_pre_hooks, module._forward_hooks),
-            *(module._backward_pre_hooks, module._backward_hooks),
-        )
-        for hook in chain(*(each.values() for each in hooks)):
-            if not _is_megatrons(hook):
+        for hook in chain(*(getattr(module, f"_{kind}_hooks").values() for kind in _HOOKS)):
+            home = inspect.getmodule(getattr(hook, "func", hook))
+            # Megatron gathers parameters by hooks.
+            if home is None or not home.__name__.startswith("megatron.core.distributed."):
                 return f"a hook ({getattr(hook, '__qualname__', hook)!s:.80})"
     return ""
 
 
-def _is_megatrons(hook: Any) -> bool:
-    """Whether a hook is one that Megatron gathers parameters by."""
-    home = inspect.getmodule(getattr(hook, "func", hook))
-    return home is not None and home.__name__.startswith("megatron.core.distributed.")
+_HOOKS = "forward_pre", "forward", "backward_pre", "backward"
