@@ -594,7 +594,8 @@ def _accumulated() -> set[Tensor]:
     """The mains to whose `.grad` the running backward adds, in the join or behind this node.
 
     All of them in `backward()`; some or none in `backward(inputs=...)`; none in
-    `torch.autograd.grad`, which returns gradients.
+    `torch.autograd.grad`, which returns gradients. A main with hooks of a program on its gradient
+    is left out, because the hooks shall get all of the gradient.
     """
     after: list[Any] = [node for node, _ in torch._C._current_autograd_node().next_functions]
     joins = [
@@ -604,7 +605,14 @@ def _accumulated() -> set[Tensor]:
     ]
     after += [node for join in joins for node, _ in join.next_functions]
     leaves = [node for node in after if node is not None and node.name().endswith("AccumulateGrad")]
-    return {leaf.variable for leaf in leaves if _is_executed(leaf)}
+    return {
+        leaf.variable for leaf in leaves if _is_executed(leaf) and not _has_hooks(leaf.variable)
+    }
+
+
+def _has_hooks(main: Any) -> bool:
+    """Whether a program reads or changes a main's gradient (`register_hook` and its like)."""
+    return bool(main._backward_hooks or main._post_accumulate_grad_hooks)
 
 
 def _is_executed(leaf: Any) -> bool:

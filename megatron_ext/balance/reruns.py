@@ -1,7 +1,8 @@
 """Takes back what a run of a step has left, where Megatron runs the step again.
 
 With a rank capacity factor, Megatron's programs run the forwards and backwards of a step once more,
-without limit, if a rank has dropped tokens or the paged stash was full. The first run has ended by
+without limit, if a rank has dropped tokens or the paged stash was full. They also run a step again
+to see whether a strange result comes again (`--rerun-mode`). The first run has ended by
 then: every plan is given back, and all replicas' gradients are in the mains, which Megatron sets to
 zero. What is left are counts: the history of loads by which some strategies plan, and the forwards
 that were reported. So the second run plans the same loads from the same history.

@@ -61,7 +61,12 @@ from megatron_ext.mcore.dispatcher import (
     release_graph,
     release_maps,
 )
-from megatron_ext.mcore.experts import expert_weights, finish_parameter_gather, run_experts
+from megatron_ext.mcore.experts import (
+    ExpertWeights,
+    expert_weights,
+    finish_parameter_gather,
+    run_experts,
+)
 from megatron_ext.mcore.in_place import check_in_place, check_main_grads
 from megatron_ext.mcore.limits import require_valid
 from megatron_ext.mcore.lines import BalanceLines
@@ -149,7 +154,8 @@ class BalancedMoELayer(SharedExpertsLater):
         if self.layout.slots > 0:
             self._choose_transport()
         self.token_dispatcher = physical_dispatcher(self, pg_collection)
-        self.expert_weights = expert_weights(self.experts)
+        # A pair, because PyTorch would register the module a second time.
+        self._weights_of = self.experts, expert_weights(self.experts)
         self.first_layer_of_chunk: int | None = None
         """Layers before the first layer of this chunk; see `set_chunk`."""
         # The forward under way, and the edge of its join. The layer holds both, because Megatron
@@ -474,13 +480,24 @@ class BalancedMoELayer(SharedExpertsLater):
         """Choices of this rank's tokens, bool [N, E], if none is dropped."""
         return len(chosen) * int(self.config.moe_router_topk)
 
+    @property
+    def expert_weights(self) -> ExpertWeights:
+        """How the layer's experts keep their weights; a program may have replaced the experts.
+
+        Raises:
+            ValueError: By experts that cannot be balanced.
+        """
+        if self.experts is not self._weights_of[0]:
+            self._weights_of = self.experts, expert_weights(self.experts)
+        return self._weights_of[1]
+
     def balancer_for(self, device: torch.device) -> tuple[LayerBalancer, MainWeights]:
         """Return the layer's balancer for an input on this device, and its weights.
 
-        A program that casts or moves the model gets a new one, without the loads seen so far; all
-        ranks that plan alike do so between the same forwards.
+        A program that casts or moves the model, or replaces its experts, gets a new one, without
+        the loads seen so far; all ranks that plan alike do so between the same forwards.
         """
-        if not self.is_started:
+        if not self.is_started or self.balancer.experts is not self.experts:
             self.start(device)  # It changes how quantized weights are held.
         mains = self.expert_weights.mains()
         if not self.balancer.fits(mains):

@@ -4,6 +4,7 @@
     zero_grad_buffer of DDP and Megatron-FSDP  looks at the counts before             failures.py
     DDP's buckets' register_grad_ready         waits for the replicas' part           held_back.py
     PagedStashRunner: a step, and its rerun    takes back what the first run counted  reruns.py
+    RerunStateMachine: a step, and its rerun   the same                               reruns.py
     the step of every torch optimizer          looks at the counts before             failures.py
     FullCudaGraphWrapper: a step, or a replay  counts again, and looks at the counts  full_graphs.py
     a module put into a Megatron model         looks for layers left out              below
@@ -30,6 +31,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import Megat
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.rerun_state_machine import RerunState, RerunStateMachine
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
@@ -62,7 +64,8 @@ def install() -> None:
             replace(of_chunk, "zero_grad_buffer", _look_and_zero)
         replace(_ParamAndGradBucketGroup, "register_grad_ready", _register_when_complete)
         replace(FullCudaGraphWrapper, "__call__", _run_with_host)
-        # Megatron-Core before 0.19 runs no step again.
+        replace(RerunStateMachine, "should_run_forward_backward", _mark_or_take_back)
+        # Megatron-Core before 0.19 has no stash.
         if importlib.util.find_spec("megatron.core.transformer.moe.paged_stash") is not None:
             from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 
@@ -137,6 +140,15 @@ def _mark_and_run(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _take_back_and_prepare(prepare: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     reruns.take_back()
     prepare(*args, **kwargs)
+
+
+def _mark_or_take_back(
+    should_run: Callable[..., bool], machine: Any, *args: Any, **kwargs: Any
+) -> bool:
+    if runs := should_run(machine, *args, **kwargs):
+        is_again = machine.state is RerunState.RERUNNING_IN_PLACE
+        (reruns.take_back if is_again else reruns.mark)()
+    return runs
 
 
 def _run_with_host(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,8 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
 from megatron_ext.balance.main_weights import Held, MainWeights, Part, Segment, SeparateMains
-from megatron_ext.mcore.te_experts import LINEARS, TEGroupedWeights, lent_to
+from megatron_ext.mcore.sequential_experts import lent_to
+from megatron_ext.mcore.te_experts import LINEARS, TEGroupedWeights
 
 _ROW_NAMES = ("_data", "_rowwise_data", "_scale_inv", "_rowwise_scale_inv", "_amax_rowwise")
 """Attributes with what a forward reads, of all classes of quantized tensors."""

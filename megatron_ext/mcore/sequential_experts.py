@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +17,7 @@ from megatron_ext.balance.main_weights import MainWeights, Segment
 
 
 def run_mains(
-    experts: nn.Module, tokens: Tensor, counts: Tensor, probs: Tensor, **buffers: Tensor
+    experts: Callable[..., Any], tokens: Tensor, counts: Tensor, probs: Tensor, **buffers: Tensor
 ) -> Tensor:
     """Run Megatron's module on tokens [N', H] sorted by main, counts [M], probabilities [N'].
 
@@ -23,6 +27,23 @@ def run_mains(
     output, bias = experts(tokens, counts, probs, **buffers)
     assert bias is None, "Megatron adds expert biases inside the experts"
     return output
+
+
+@contextmanager
+def lent_to(module: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Let a module have these attributes for the block.
+
+    They are set in `vars`, past nn.Module, which would register tensors as parameters. There they
+    hide parameters of the same names. One that stayed would keep the microbatch's graph alive.
+    """
+    own = {name: vars(module)[name] for name in attributes if name in vars(module)}
+    vars(module).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del vars(module)[name]
+        vars(module).update(own)
 
 
 class SlotsBehindMains:
@@ -44,7 +65,24 @@ class SlotsBehindMains:
     def run(
         self, slots: Sequence[Any], tokens: Tensor, counts: Tensor, probs: Tensor, **buffers: Tensor
     ) -> Tensor:
-        """See `ExpertWeights.run`."""
+        """See `ExpertWeights.run`. Hooks on the module get the tokens of mains and slots."""
+        self.require_plain()
+        with lent_to(self._experts, {"forward": partial(self._run, slots)}):
+            return run_mains(self._experts, tokens, counts, probs, **buffers)
+
+    def require_plain(self) -> None:
+        """Check that a program has added nothing that slots would go past.
+
+        Raises:
+            ValueError: It has.
+        """
+        if "forward" in vars(self._experts):
+            raise ValueError("experts.forward was replaced, and replicas run without: use a hook")
+
+    def _run(
+        self, slots: Sequence[Any], tokens: Tensor, counts: Tensor, probs: Tensor, **buffers: Tensor
+    ) -> tuple[Tensor, None]:
+        """Run mains and slots in the place of the module's forward."""
         counts = counts.cpu()  # The mains' module reads them on the host, too.
         num_mains = counts.numel() - len(slots[0])
         slot_counts = counts[num_mains:].tolist()
@@ -52,10 +90,12 @@ class SlotsBehindMains:
         sizes = [tokens.shape[0] - num_slot_tokens, num_slot_tokens]
         main_tokens, slot_tokens = tokens.split(sizes)
         main_probs, slot_probs = probs.split(sizes)
-        output = run_mains(self._experts, main_tokens, counts[:num_mains], main_probs, **buffers)
-        if num_slot_tokens == 0:
-            return output
-        return torch.cat([output, self.run_slots(slots, slot_tokens, slot_counts, slot_probs)])
+        run = partial(type(self._experts).forward, self._experts)
+        output = run_mains(run, main_tokens, counts[:num_mains], main_probs, **buffers)
+        if num_slot_tokens > 0:
+            of_slots = self.run_slots(slots, slot_tokens, slot_counts, slot_probs)
+            output = torch.cat([output, of_slots])
+        return output, None
 
     def run_slots(
         self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor
@@ -93,6 +133,17 @@ class SequentialWeights(SlotsBehindMains):
             fused=self._experts.config.gradient_accumulation_fusion,
         )
 
+    def require_plain(self) -> None:
+        """See `SlotsBehindMains.require_plain`: slots run in main 0's module."""
+        super().require_plain()
+        names = [segment.name for segment in self.segments]
+        for m, expert in enumerate(self._experts.local_experts):
+            if own := _own(expert, names):
+                raise ValueError(
+                    f"experts.local_experts.{m} has {own}, and its replicas would compute without: "
+                    f"leave experts with {' and '.join(names)} alone (hooks may be on `experts`)"
+                )
+
     def run_slots(
         self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor
     ) -> Tensor:
@@ -113,3 +164,22 @@ class SequentialWeights(SlotsBehindMains):
             if slot_tokens.shape[0] > 0
         ]
         return torch.cat(outputs)
+
+
+def _own(expert: nn.Module, names: Sequence[str]) -> str:
+    """Name what an expert has besides the named weights; "" for nothing."""
+    of_expert = chain(expert.named_parameters(), expert.named_buffers())
+    if others := [name for name, _ in of_expert if name not in names]:
+        return f"further parameters or buffers ({', '.join(others)})"
+    for module in expert.modules():
+        if "forward" in vars(module):
+            return "a replaced forward"
+        for hook in chain(*(getattr(module, f"_{kind}_hooks").values() for kind in _HOOKS)):
+            home = inspect.getmodule(getattr(hook, "func", hook))
+            # Megatron gathers parameters by hooks.
+            if home is None or not home.__name__.startswith("megatron.core.distributed."):
+                return f"a hook ({getattr(hook, '__qualname__', hook)!s:.80})"
+    return ""
+
+
+_HOOKS = "forward_pre", "forward", "backward_pre", "backward"

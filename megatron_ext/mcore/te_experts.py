@@ -12,6 +12,7 @@ Legend: M mains per rank, S slots per rank.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
@@ -25,10 +26,13 @@ from torch import Tensor, nn
 from megatron_ext.balance.forward import kept_in_place
 from megatron_ext.balance.main_weights import Held, MainWeights, Segment, Split, is_sharded
 from megatron_ext.mcore.in_place import memory_of
-from megatron_ext.mcore.sequential_experts import run_mains
+from megatron_ext.mcore.sequential_experts import lent_to, run_mains
 from megatron_ext.mcore.sharded import LedSlots, ShardedMains, Whole, leader_of
 
 LINEARS = ("linear_fc1", "linear_fc2")
+
+_HELD = re.compile(rf"({'|'.join(LINEARS)})\.(weight|bias)\d*")
+"""Names of the parameters that replicas are made of."""
 
 
 class TEGroupedWeights:
@@ -117,12 +121,24 @@ class TEGroupedWeights:
         """See `ExpertWeights.run`. The host reads the counts once, as in Megatron.
 
         Raises:
-            ValueError: This rank holds replicas of trained weights, and its own weights are frozen.
+            ValueError: This rank holds replicas of trained weights, and its own weights are frozen;
+                or the experts have what replicas have not.
         """
+        self._require_plain()
         of_linears = slots[:: len(self._kinds)]  # Without biases.
         self._require_trained(of_linears)
         with self._lending(slots), _led(self._experts, of_linears):
             return run_mains(self._experts, tokens, counts, probs, **buffers)
+
+    def _require_plain(self) -> None:
+        experts = self._experts
+        of_experts = chain(experts.named_parameters(), experts.named_buffers())
+        if others := [name for name, _ in of_experts if not _HELD.fullmatch(name)]:
+            raise ValueError(
+                f"experts have further parameters or buffers ({', '.join(others)}), and another "
+                "rank computes with its own where it has their replicas: leave experts with their "
+                "weights and biases alone"
+            )
 
     def _require_trained(self, of_linears: Sequence[Any]) -> None:
         for name, of_slots in zip(LINEARS, of_linears, strict=True):
@@ -142,23 +158,6 @@ class TEGroupedWeights:
         each = iter(slots)
         further = [{kind: next(each) for kind in self._kinds} for _ in LINEARS]
         return _lent(self._experts, further)
-
-
-@contextmanager
-def lent_to(module: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Let a module have these attributes for the block.
-
-    They are set in `vars`, past nn.Module, which would register tensors as parameters. There they
-    hide parameters of the same names. One that stayed would keep the microbatch's graph alive.
-    """
-    own = {name: vars(module)[name] for name in attributes if name in vars(module)}
-    vars(module).update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            del vars(module)[name]
-        vars(module).update(own)
 
 
 @contextmanager

@@ -70,3 +70,28 @@ def _aborted_at_different_places(rank: int) -> list[int]:
 def test_ranks_that_counted_differently_before_an_abort_plan_alike_after_a_reset() -> None:
     first, second = run_ranks(_aborted_at_different_places, 2)
     assert first == second == [2 * MICROBATCHES] * len(first)
+
+
+def _run_again(rank: int) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+    from tests.gpt import build_gpt
+
+    balance = BalanceConfig(strategy="eplb", history=HistorySettings(interval=2), check_plans=True)
+    gpt = build_gpt(ep=2, spec_transform=partial(balanced, balance=balance))
+    machine = RerunStateMachine(mode=RerunMode.REPORT_DETERMINISM_STATS)
+    runs = []
+    for step in range(2):
+        while machine.should_run_forward_backward(None):
+            gpt.forward_backward(step, num_microbatches=MICROBATCHES)
+            runs.append(gpt.gradients())
+            machine.rerun_requested = True
+    return runs, [inside.num_observed(layer) for layer in balanced_layers(gpt)]
+
+
+def test_a_step_that_megatron_runs_again_plans_from_the_same_history() -> None:
+    """Megatron compares both runs, and takes a difference for a broken machine."""
+    for runs, counts in run_ranks(_run_again, 2):
+        assert counts == [2 * MICROBATCHES] * len(counts)
+        for first, second in (runs[:2], runs[2:]):
+            assert all(torch.equal(second[name], value) for name, value in first.items())

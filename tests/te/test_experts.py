@@ -115,6 +115,19 @@ def test_trained_replicas_beside_frozen_experts_are_refused() -> None:
     run_ranks(_trained_elsewhere, 1)
 
 
+def _with_adapters(rank: int) -> None:
+    gpt = balanced_gpt(TE, EXACT)
+    for layer in gpt.chunks[0].module.decoder.layers:
+        layer.mlp.experts.linear_fc1.adapter = torch.nn.Linear(16, 32)
+    with pytest.raises(ValueError, match=r"further parameters.*\(linear_fc1.adapter.weight"):
+        gpt.forward_backward()
+
+
+def test_adapters_of_experts_are_refused() -> None:
+    """A replica would compute with the adapter of another rank."""
+    run_ranks(_with_adapters, 2)
+
+
 def _steps(rank: int) -> list[Any]:
     # Without it, Megatron refuses the op fuser for gated experts.
     with mock.patch.dict(os.environ, NVTE_CUTEDSL_FUSED_GROUPED_MLP="1"):
