@@ -66,6 +66,7 @@ class RunLog:
         run_dir = Path(config.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self._config_file = run_dir / CONFIG_FILE
+        self._strategy = config.balance.strategy
         self._config = OmegaConf.to_yaml(OmegaConf.structured(config))
         write_whole(self._config_file, [self._config])
         self._metrics = StepLines(run_dir / METRICS_FILE, start_step=start_step)
@@ -92,7 +93,7 @@ class RunLog:
 
     def write(self, metrics: dict[str, Any], layers: Mapping[str, Any] | None = None) -> None:
         """Write a step, whose number is the value `step`; on a full disk later, with a warning."""
-        self._metrics.write(metrics)
+        self._metrics.write({**metrics, "strategy": self._strategy})
         if layers is not None:
             self._layers.write(layers)
         costs = [

@@ -13,6 +13,7 @@ import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -51,7 +52,7 @@ class Run:
     about: Mapping[str, Any]
     """Machine, versions and start, as `run_log` wrote them; empty if it did not."""
     missing: Sequence[str]
-    """What is not there, a sentence without its period each."""
+    """What is not there or not of one kind, a sentence without its period each."""
 
     @property
     def strategy(self) -> str | None:
@@ -158,6 +159,7 @@ def _read_run(folder: Path) -> Run:
     for metric in SHOWN:
         if without := sum(map(math.isnan, column(metrics, metric))):
             missing.append(f"{without} of {len(metrics)} steps have no number {metric!r}")
+    missing += _changes(metrics)
     layer_lines = LayerLines()
     for line in lines.get(LAYERS_FILE, ()):
         try:
@@ -174,6 +176,17 @@ def _read_run(folder: Path) -> Run:
         read_json(folder / ABOUT_FILE) if folder / ABOUT_FILE in there else {},
         missing,
     )
+
+
+def _changes(metrics: Metrics) -> list[str]:
+    """Say how the steps were balanced, if the run continued with another strategy."""
+    known = (line for line in metrics if isinstance(line.get("strategy"), str))
+    parts = [
+        (_CUT.repr(strategy), [line["step"] for line in lines])
+        for strategy, lines in groupby(known, lambda line: line["strategy"])
+    ]
+    said = ", ".join(f"by {how} in steps {steps[0]} to {steps[-1]}" for how, steps in parts)
+    return [f"balanced {said}; the numbers are of all these steps"] if len(parts) > 1 else []
 
 
 def _flat(settings: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
