@@ -85,12 +85,14 @@ def loads_path(text: str) -> Path:
 
     So another file is refused before what reads the whole is imported.
     """
-    from megatron_ext.files.arrays import check_archive
+    from megatron_ext.files.arrays import check_archive, check_names, names_of
 
     path = existing_path(text)
     if path.is_file():
         try:
             check_archive(path)
+            if names := names_of(path):
+                check_names(path, names, ("load",))
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
         except OSError:  # Who reads it says why.
