@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan the trace with every strategy, and show their numbers side by side."""
     strategies = options.strategies(arguments)
     balance = options.balance_config(arguments)
-    options.check_out(arguments, *FILES)
+    written = options.check_out(arguments, *FILES)
     from megatron_ext.lab.planning import read_name
     from megatron_ext.lab.replay import make_report, replay, write_report
 
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     report = make_report(loads, replayed, asked, expert_bytes=arguments.expert_bytes)
     if arguments.out is not None:
         write_report(arguments.out, report)
-    return show(arguments, report, _lines)
+    return show(arguments, report, _lines, written)
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     strategies = options.strategies(arguments)
     balance = options.balance_config(arguments)
-    options.check_out(arguments, *FILES)
+    written = options.check_out(arguments, *FILES)
     machine = read_hardware(arguments.hardware)
     shape = read_shape(arguments.model, arguments.set)
     from megatron_ext.lab import simulate as lab
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         report = lab.simulate(loads, strategies, setting, on_load=on_load)
     if arguments.out is not None:
         lab.write_report(arguments.out, report)
-    return show(arguments, report, _lines)
+    return show(arguments, report, _lines, written)
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
