@@ -30,6 +30,13 @@ Metrics: TypeAlias = Sequence[Mapping[str, Any]]
 SHOWN = ("loss", "imbalance_before", "imbalance_after", "step_ms", "tokens_per_s", "replicas")
 """The metrics of a step that a report shows."""
 
+_BY_PROGRAM = {
+    "loss": "`take` was given no loss",
+    "tokens_per_s": "`take` was given no tokens, so nothing is said about speed",
+    "step_ms": "only the first step is there, whose time is not known",
+}
+"""What is said where no step of a program with `StepMetrics` has a metric."""
+
 _FILES = (METRICS_FILE, CONFIG_FILE, LAYERS_FILE, ABOUT_FILE)
 
 _SETTING = r"\+*[\w./@]+="
@@ -146,10 +153,19 @@ def _read_run(folder: Path) -> Run:
         below = sorted(str(file.parent) for file in folder.glob(f"*/{METRICS_FILE}"))
         hint = f"; there are runs in it: {', '.join(below)}" if below else ""
         raise FileNotFoundError(f"{folder} is no run directory: it has no {METRICS_FILE}{hint}")
+    settings = (
+        dict(_flat(read_yaml(folder / CONFIG_FILE, follow=False)))
+        if (folder / CONFIG_FILE in there)
+        else {}
+    )
+    # `StepMetrics` writes these settings only, and not what it was not told.
+    is_program = bool(settings) and all(
+        name == "num_ranks" or name.startswith("balance.") for name in settings
+    )
     missing = [
         f"{name} is {'no file of its own' if os.path.lexists(folder / name) else 'not there'}"
         for name in _FILES
-        if folder / name not in there
+        if folder / name not in there and not (is_program and name == ABOUT_FILE)
     ]
     lines = {file.name: read_lines(file) for file in there if file.suffix == ".jsonl"}
     by_step = {line["step"]: line for line in lines.get(METRICS_FILE, ())}
@@ -157,7 +173,10 @@ def _read_run(folder: Path) -> Run:
     if not metrics:
         missing.append("no step is finished yet")
     for metric in SHOWN:
-        if without := sum(map(math.isnan, column(metrics, metric))):
+        without = sum(map(math.isnan, column(metrics, metric)))
+        if is_program and metric in _BY_PROGRAM:
+            missing += [_BY_PROGRAM[metric]] * (without == len(metrics) > 0)
+        elif without:
             missing.append(f"{without} of {len(metrics)} steps have no number {metric!r}")
     missing += _changes(metrics)
     layer_lines = LayerLines()
@@ -170,9 +189,7 @@ def _read_run(folder: Path) -> Run:
     return Run(
         metrics,
         layer_lines.layers(),
-        dict(_flat(read_yaml(folder / CONFIG_FILE, follow=False)))
-        if folder / CONFIG_FILE in there
-        else {},
+        settings,
         read_json(folder / ABOUT_FILE) if folder / ABOUT_FILE in there else {},
         missing,
     )
