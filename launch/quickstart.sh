@@ -2,6 +2,7 @@
 # Sets up, then trains one model without balancing, with it, and with ideal routing, and compares them.
 # Arguments are overrides of recipes/quickstart.yaml, e.g. steps=100.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \?//p' "$0" && exit ;; esac
 cd "$(dirname "$0")/.."
 
 launch/setup.sh

@@ -2,6 +2,7 @@
 # Makes the environment .venv at the root of the repository and builds the native library in it.
 # Does nothing when that is done. PYTHON= chooses the interpreter, VENV= another folder.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \?//p' "$0" && exit ;; esac
 cd "$(dirname "$0")/.."
 
 fail() {

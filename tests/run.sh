@@ -4,6 +4,7 @@
 # With --python the tests run in an environment of their own, .venv-VERSION. Lint, format and types, which
 # depend on no version, are left to the run without. So they are where the tests to run are named.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \?//p' "$0" && exit ;; esac
 cd "$(dirname "$0")/.."
 
 chosen=()

@@ -8,6 +8,7 @@
 
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,10 +16,31 @@
 #include "checks.h"
 #include "megatron_ext/seal.h"
 
+// Of Python's stable ABI, so that a build needs no headers of Python.
+extern "C" {
+int PyGILState_Ensure();
+void PyGILState_Release(int state);
+int PyErr_CheckSignals();
+void PyErr_Fetch(void** type, void** value, void** traceback);
+void PyErr_Restore(void* type, void* value, void* traceback);
+}
+
 namespace megatron_ext {
 namespace {
 
 using at::Tensor;
+
+// What a handler raised; Torch would make a RuntimeError of it. Read and written under the GIL.
+void* raised[3];
+
+// Run Python's handlers of the signals that have come; throws if one raises.
+void heed_signals() {
+    const int state = PyGILState_Ensure();
+    const bool has_raised = PyErr_CheckSignals() != 0;
+    if (has_raised) PyErr_Fetch(&raised[0], &raised[1], &raised[2]);
+    PyGILState_Release(state);
+    if (has_raised) throw std::runtime_error("a signal ended the wait for another rank");
+}
 
 GradType grad_type(const Tensor& grads) {
     switch (grads.scalar_type()) {
@@ -42,7 +64,12 @@ class TensorExchange : public torch::CustomClassHolder {
         : rank_(rank), reach_(rank) {
         check_timeout(timeout_s);
         check_number("max_delay_us", max_delay_us, 0, 1'000'000);
-        exchange_ = std::make_unique<Exchange>(rank, timeout_s, max_delay_us);
+        exchange_ = std::make_unique<Exchange>(rank, timeout_s, max_delay_us, heed_signals);
+    }
+
+    void set_processes(const std::vector<int64_t>& by_rank) {
+        check_length("processes", by_rank.size(), reach_.num_ranks());
+        open().set_processes(by_rank);
     }
 
     // `by_rank`: the ranks' regions as bytes, zeroed; none for a rank that is out of reach, to or
@@ -269,9 +296,18 @@ class TensorExchange : public torch::CustomClassHolder {
 }  // namespace
 }  // namespace megatron_ext
 
+// Raise what a handler of a signal raised in a wait, if one did; for ctypes.PyDLL.
+extern "C" __attribute__((visibility("default"))) void megatron_ext_raise() {
+    using megatron_ext::raised;
+    if (void* const type = std::exchange(raised[0], nullptr)) {
+        PyErr_Restore(type, raised[1], raised[2]);
+    }
+}
+
 TORCH_LIBRARY_FRAGMENT(megatron_ext, m) {
     m.class_<megatron_ext::TensorExchange>("Exchange")
         .def(torch::init<int64_t, double, int64_t>())
+        .def("set_processes", &megatron_ext::TensorExchange::set_processes)
         .def("set_flags", &megatron_ext::TensorExchange::set_flags)
         .def("add_segment", &megatron_ext::TensorExchange::add_segment)
         .def("start_push", &megatron_ext::TensorExchange::start_push)

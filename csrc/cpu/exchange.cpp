@@ -2,6 +2,7 @@
 
 #include "megatron_ext/exchange.h"
 
+#include <poll.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -30,6 +31,12 @@ uint64_t now_ns() {
 constexpr int kSpins = 200;
 constexpr uint64_t kYieldNs = 200'000;
 constexpr auto kNap = std::chrono::microseconds(50);
+// So often a wait looks whether it is of any use.
+constexpr uint64_t kLookNs = 100'000'000;
+
+constexpr long kPidfdOpen = 434;  // On all machines; older headers have no name for it.
+
+thread_local bool is_worker = false;
 
 void relax() {
 #if defined(__x86_64__)
@@ -103,16 +110,27 @@ std::string message_of(const FailedWait& wait) {
            ")" + behind_label(wait.label);
 }
 
-Exchange::Exchange(int64_t rank, double timeout_s, int64_t max_delay_us)
-    : rank_(rank), timeout_s_(timeout_s), max_delay_us_(max_delay_us), process_(getpid()) {}
+Exchange::Exchange(int64_t rank, double timeout_s, int64_t max_delay_us, void (*heed)())
+    : rank_(rank),
+      timeout_s_(timeout_s),
+      max_delay_us_(max_delay_us),
+      heed_(heed),
+      process_(getpid()) {}
 
 Exchange::~Exchange() {
+    for (const int process : processes_) close(process);
     // A forked child has a copy of this, but no such thread, and waiting for it would never end.
     if (getpid() != process_) {
         static_cast<void>(worker_.release());
         return;
     }
     cancelled_.store(true, std::memory_order_relaxed);
+}
+
+void Exchange::set_processes(const std::vector<int64_t>& by_rank) {
+    for (const int64_t process : by_rank) {
+        processes_.push_back(static_cast<int>(syscall(kPidfdOpen, process, 0)));
+    }
 }
 
 int64_t Exchange::add_segment(std::vector<std::byte*> by_rank, int64_t slot_bytes) {
@@ -174,7 +192,7 @@ void Exchange::finish_pull(uint64_t generation) {
 
 void Exchange::finish() {
     const UnderWay what = std::exchange(under_way_, UnderWay::kNothing);
-    worker_->join();
+    worker_->join([this] { heed(); });
     if (what == UnderWay::kPush) receive(push_, push_generation_);
     if (what == UnderWay::kPull) wait_until_taken(pull_, pull_generation_);
 }
@@ -369,12 +387,13 @@ void Exchange::wait_until(uint64_t& flag, int shift, FailedWait wait, bool is_pu
     delay();
     const std::atomic_ref word(flag);
     const uint64_t value = wait.expected;
-    const auto fail = [&](uint64_t seen) {
+    const auto fail = [&](uint64_t seen, const std::string& why = "") {
         wait.expected >>= shift;
         wait.seen = seen >> shift;
-        throw std::runtime_error(message_of(wait));
+        throw std::runtime_error(message_of(wait) + why);
     };
     LivedTime waited{};
+    uint64_t next_look_ns = kLookNs;
     for (int tries = 0;; ++tries) {
         const uint64_t seen = word.load(std::memory_order_acquire);
         if (seen >> shift > value >> shift) fail(seen);
@@ -391,6 +410,15 @@ void Exchange::wait_until(uint64_t& flag, int shift, FailedWait wait, bool is_pu
         const uint64_t now = now_ns();
         if (tries == kSpins) waited.last_look_ns = now;
         if (static_cast<double>(waited.at(now)) >= 1e9 * timeout_s_) fail(seen);
+        if (waited.passed_ns >= next_look_ns) {
+            next_look_ns += kLookNs;
+            heed();
+            // What the peer has stored before its end is seen by now.
+            if (has_ended(wait.peer) && word.load(std::memory_order_acquire) == seen) {
+                wait.timeout_s = static_cast<double>(waited.passed_ns) / 1e9;
+                fail(seen, ": the process of rank " + std::to_string(wait.peer) + " has ended");
+            }
+        }
         if (waited.passed_ns < kYieldNs) {
             sched_yield();
         } else {
@@ -414,6 +442,22 @@ void Exchange::check_same_push(int64_t peer, uint64_t generation, const std::str
         "rank " + std::to_string(rank_) + " and rank " + std::to_string(peer) +
         " were given different replicas to push (generation " + std::to_string(generation) +
         "); planning must be the same integer arithmetic on the same load" + behind_label(label));
+}
+
+bool Exchange::has_ended(int64_t rank) const {
+    if (processes_.empty() || processes_[rank] < 0) return false;
+    pollfd process{processes_[rank], POLLIN, 0};
+    return poll(&process, 1, 0) == 1;
+}
+
+void Exchange::heed() {
+    if (heed_ == nullptr || is_worker) return;
+    try {
+        heed_();
+    } catch (...) {
+        abort();  // Else the worker would wait on.
+        throw;
+    }
 }
 
 void Exchange::delay() {
@@ -443,13 +487,18 @@ void Worker::start(std::function<void()> job) {
     changed_.notify_all();
 }
 
-void Worker::join() {
+void Worker::join(const std::function<void()>& look) {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return !job_; });
+    while (!changed_.wait_for(lock, std::chrono::nanoseconds(kLookNs), [this] { return !job_; })) {
+        lock.unlock();
+        look();
+        lock.lock();
+    }
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
 void Worker::work() {
+    is_worker = true;
     std::unique_lock lock(mutex_);
     while (true) {
         changed_.wait(lock, [this] { return job_ || ending_; });

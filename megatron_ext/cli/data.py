@@ -106,7 +106,7 @@ def run_build(arguments: argparse.Namespace) -> int:
         named = [f"{path} ({reason})" for path, reason in skipped.items()]
         more = len(named) - _MOST_NAMED
         warn(
-            f"skipped {len(named)} files: {', '.join(named[:_MOST_NAMED])}"
+            f"skipped {len(named)} file{'s' * (len(named) > 1)}: {', '.join(named[:_MOST_NAMED])}"
             + (f" and {more} more" if more > 0 else "")
         )
     left_out = [{"path": str(path), "reason": reason} for path, reason in skipped.items()]

@@ -85,12 +85,14 @@ def loads_path(text: str) -> Path:
 
     So another file is refused before what reads the whole is imported.
     """
-    from megatron_ext.files.arrays import check_archive
+    from megatron_ext.files.arrays import check_archive, check_names, names_of
 
     path = existing_path(text)
     if path.is_file():
         try:
             check_archive(path)
+            if names := names_of(path):
+                check_names(path, names, ("load",))
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
         except OSError:  # Who reads it says why.
@@ -235,13 +237,20 @@ def _new_path(text: str) -> Path:
     return Path(text)
 
 
-def check_out(arguments: argparse.Namespace, *names: str) -> None:
-    """Check, before the work, that `--out` can be written, or the files `names` in that folder."""
+def check_out(arguments: argparse.Namespace, *names: str) -> list[Path]:
+    """Check, before the work, that `--out` can be written, or the files `names` in that folder.
+
+    Returns:
+        What is to be written; nothing without `--out`.
+    """
     from megatron_ext.files.arrays import check_free
 
-    if arguments.out is not None:
-        for path in [arguments.out / name for name in names] or [arguments.out]:
-            check_free(path, overwrite=arguments.overwrite)
+    if arguments.out is None:
+        return []
+    paths = [arguments.out / name for name in names] or [arguments.out]
+    for path in paths:
+        check_free(path, overwrite=arguments.overwrite)
+    return paths
 
 
 def take_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:

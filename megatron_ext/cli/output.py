@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from megatron_ext.arguments import one_line, plain
@@ -18,9 +19,14 @@ def show(
     arguments: argparse.Namespace,
     report: dict[str, Any],
     lines: Callable[[dict[str, Any]], Sequence[str] | Iterator[str]],
+    written: Sequence[Path] = (),
 ) -> int:
-    """Print a result, as JSON or for people."""
-    text = json_text(report, indent=2) if arguments.json else plain("\n".join(lines(report)))
+    """Print a result, as JSON or for people, whom a last line tells what was written."""
+    if arguments.json:
+        text = json_text(report, indent=2)
+    else:
+        last = [f"Written: {', '.join(map(str, written))}"] * bool(written)
+        text = plain("\n".join([*lines(report), *last]))
     sys.stdout.write(text + "\n")
     return DONE
 

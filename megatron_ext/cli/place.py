@@ -166,10 +166,10 @@ def _craft_lines(report: dict[str, Any]) -> Iterator[str]:
 
 def run_eplb(arguments: argparse.Namespace) -> int:
     """Rearrange all experts, write the arrangement, and show how even ranks would have been."""
+    options.check_out(arguments)
     from megatron_ext.files.relayout import write_layout
     from megatron_ext.methods.eplb.rearrange import rearrange
 
-    options.check_out(arguments)
     loads = options.read_trace(arguments)
     rearranged = rearrange(loads, num_groups=arguments.groups, num_nodes=arguments.nodes)
     layout = {layer: one.expert for layer, one in rearranged.items()}
@@ -203,12 +203,12 @@ def _eplb_lines(report: dict[str, Any]) -> Iterator[str]:
 
 def run_sem_moe(arguments: argparse.Namespace) -> int:
     """Cluster experts and samples, write what was learned, and show how many tokens stay."""
+    options.check_out(arguments)
     from megatron_ext.files.routes import read_routes
     from megatron_ext.methods.sem_moe.learn import STEPS, check_batches, check_fit, compare, learn
     from megatron_ext.methods.sem_moe.savings import compare_tokens, sample_starts
     from megatron_ext.methods.sem_moe.semantics import write_semantics
 
-    options.check_out(arguments)
     routes = read_routes(arguments.routes)
     measured = routes if arguments.evaluate is None else read_routes(arguments.evaluate)
     global_batch = arguments.global_batch or 8 * arguments.ranks

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("LOADS.npz is not given (nor --list)")
     if arguments.split and arguments.out is None:
         raise ValueError("--split adds to the file of --out, which is not given")
-    options.check_out(arguments)
+    written = options.check_out(arguments)
     balance = options.balance_config(arguments)
     from megatron_ext.files.loads import read_loads, write_plans
     from megatron_ext.lab.planning import make_planners, measure, plan_loads, summarize
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     if (used_costs := used.pop("costs")) is not None:
         used |= used_costs | {"tolerance": None}
     report = {"instances": measured, "summary": summarize(measured) | used}
-    return show(arguments, report, _lines)
+    return show(arguments, report, _lines, written)
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:

@@ -9,6 +9,9 @@ from typing import Any
 from megatron_ext.cli import options
 from megatron_ext.cli.output import progress, show
 
+# What `lab/replay.py` writes into `--out`; here, because that module takes seconds to import.
+FILES = ("replay.json", "replay.md", "replay.html")
+
 
 def add(commands: Any) -> None:
     """Add the command."""
@@ -34,8 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan the trace with every strategy, and show their numbers side by side."""
     strategies = options.strategies(arguments)
     balance = options.balance_config(arguments)
+    written = options.check_out(arguments, *FILES)
     from megatron_ext.lab.planning import read_name
-    from megatron_ext.lab.replay import FILES, make_report, replay, write_report
+    from megatron_ext.lab.replay import make_report, replay, write_report
 
     costs = options.layer_costs(
         arguments,
@@ -45,7 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
         alone=("expert_bytes",),
     )
     asked = options.asked(balance, costs)
-    options.check_out(arguments, *FILES)
     loads = options.read_trace(arguments)
     options.warn_of_empty_slots(loads, asked, strategies)
     with progress("Replaying", len(loads) * len(strategies)) as on_load:
@@ -53,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     report = make_report(loads, replayed, asked, expert_bytes=arguments.expert_bytes)
     if arguments.out is not None:
         write_report(arguments.out, report)
-    return show(arguments, report, _lines)
+    return show(arguments, report, _lines, written)
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         "unknown": unknown,
         "page": None if out is None else str(out),
     }
-    return show(arguments, report, _lines)
+    return show(arguments, report, _lines, [] if out is None else [out])
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
@@ -71,7 +71,5 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield table(report["runs"])
     yield from notes(report["runs"])
     yield from report["unknown"]
-    if report["page"] is not None:
-        yield f"Written: {report['page']}"
-    elif len(report["runs"]) == 1:
+    if report["page"] is None and len(report["runs"]) == 1:
         yield "No page, as the run is another user's: --out PAGE.html writes one"

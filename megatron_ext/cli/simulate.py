@@ -9,6 +9,9 @@ from typing import Any
 from megatron_ext.cli import options
 from megatron_ext.cli.output import progress, show
 
+# What `lab/simulate.py` writes into `--out`; here, because that module takes seconds to import.
+FILES = ("simulate.json", "simulate.md")
+
 
 def add(commands: Any) -> None:
     """Add the command."""
@@ -38,12 +41,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     strategies = options.strategies(arguments)
     balance = options.balance_config(arguments)
+    written = options.check_out(arguments, *FILES)
     machine = read_hardware(arguments.hardware)
     shape = read_shape(arguments.model, arguments.set)
     from megatron_ext.lab import simulate as lab
 
     asked = options.asked(balance)
-    options.check_out(arguments, *lab.FILES)
     hardware = lab.as_measured(machine, shape, balance)
     setting = lab.Setting(**vars(asked), shape=shape, hardware=hardware, num_gpus=arguments.gpus)
     loads = options.read_trace(arguments, shape.num_experts)
@@ -52,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         report = lab.simulate(loads, strategies, setting, on_load=on_load)
     if arguments.out is not None:
         lab.write_report(arguments.out, report)
-    return show(arguments, report, _lines)
+    return show(arguments, report, _lines, written)
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if (arguments.model is None) != (arguments.hardware is None):
         raise ValueError("--model and --hardware are given together, or neither")
-    options.check_out(arguments)
+    written = options.check_out(arguments)
     balance = options.balance_config(arguments)
     if arguments.hardware is not None:
         hardware = read_hardware(arguments.hardware)
@@ -58,4 +58,4 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(arguments.out, [whatif.page(report)])
-    return show(arguments, report, whatif.text)
+    return show(arguments, report, whatif.text, written)

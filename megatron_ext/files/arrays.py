@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 1 << 32
 """Of an array in memory: a file of a thousandth of it can hold so many zeros."""
+
+_KINDS = {
+    "load": "loads",
+    "quota": "plans",
+    "expert_load": "replicas placed by `place craft`",
+    "affinity": "semantics of `place sem_moe`",
+    "choice": "routes (logging.route_samples)",
+    "expert": "an arrangement of experts by `place eplb` or `place sem_moe`",
+}
+"""What a file holds, by an array that no kind below it has."""
 
 # How files begin: archives (.npz), single arrays (.npy).
 _ARCHIVE, _ARRAY = b"PK", b"\x93NUMPY"
@@ -103,14 +113,40 @@ def read_arrays(
             raise ValueError(f"{path} is cut off or damaged ({error})") from error
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise ValueError(f"{path} holds one array, not an archive: write it with numpy.savez")
+        check_names(path, archive.files, required)
         for name in (*required, *optional):
             if name in archive.files:
                 arrays[name] = _outline(path, archive, name)
-            elif name in required:
-                has = ", ".join(sorted(archive.files)) or "none"
-                raise ValueError(f"{path} has no array {name!r}; it has {has}")
         check(arrays)
         return {name: _read_array(path, archive, name) for name in arrays}
+
+
+def names_of(path: Path) -> list[str]:
+    """Return the names of a file's arrays without NumPy; none if it is no archive, or damaged."""
+    try:
+        with open_regular(path, follow=True) as file, zipfile.ZipFile(file) as archive:
+            return [name.removesuffix(".npy") for name in archive.namelist()]
+    except Exception:  # As above.
+        return []
+
+
+def check_names(path: Path, names: Collection[str], required: Collection[str]) -> None:
+    """Check that a file has the required arrays.
+
+    Raises:
+        ValueError: It lacks one; the message says what the file holds if that is another kind.
+    """
+    missing = next((name for name in required if name not in names), None)
+    if missing is None:
+        return
+    holds, wanted = (
+        next((_KINDS[name] for name in _KINDS if name in those), None)
+        for those in (names, required)
+    )
+    if holds and wanted and holds != wanted:
+        raise ValueError(f"{path} is a file of {holds}, and a file of {wanted} is wanted")
+    has = ", ".join(sorted(names)) or "none"
+    raise ValueError(f"{path} has no array {missing!r}; it has {has}")
 
 
 def check_archive(path: Path) -> None:

@@ -42,8 +42,6 @@ from megatron_ext.lab.planning import (
 from megatron_ext.methods.libra.libra import split_over_placed
 from megatron_ext.trainer.reports.page import Page, page_html, part, sentences, wide
 
-FILES = ("replay.json", "replay.md", "replay.html")
-
 Measured = Mapping[str, np.ndarray]
 """Measures of each load, float64 [B]: what `_measure` returns, and `solve_us` as in `Planned`."""
 

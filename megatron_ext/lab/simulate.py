@@ -34,8 +34,6 @@ from megatron_ext.trainer.model.shape import ModelShape
 from megatron_ext.transport import Transfers
 from megatron_ext.transport.relay import compile_copies
 
-FILES = ("simulate.json", "simulate.md")
-
 IDEAL = "ideal"
 NONE = "none"
 

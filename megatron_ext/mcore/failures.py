@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from threading import Timer
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.balance.agreement import Agreement, agreements_in_use
 from megatron_ext.balance.slots import transports_in_use
+from megatron_ext.mcore.planning_group import warn_if_late
 from megatron_ext.transport import HostCopy, Transport
 from megatron_ext.transport.reach import gather
 
@@ -51,6 +53,9 @@ class _Count(NamedTuple):
 
 _counts: list[_Count] = []
 """Counts that the host has not looked at: one for each chunk of each model in a step."""
+
+_late: list[Timer] = []
+"""Warns if the first count of this process does not end."""
 
 
 def count_and_look(model: Iterable[nn.Module]) -> None:
@@ -72,6 +77,8 @@ def count_and_look(model: Iterable[nn.Module]) -> None:
 def forget() -> None:
     """Forget the counts of an aborted step."""
     _counts.clear()
+    while _late:
+        _late.pop().cancel()
 
 
 def look() -> None:
@@ -86,6 +93,8 @@ def look() -> None:
     _counts.clear()
     # Each model by itself, because some of its ranks may be in no other model.
     failed = [count.groups for count in counts if int(count.number.wait())]
+    for timer in _late:
+        timer.cancel()
     if failed:
         _raise_on_all([group for groups in failed for group in groups])
 
@@ -98,6 +107,8 @@ def start_count(ddp: Any) -> None:
         if (failed := each.failed) is not None:
             number += failed.to(device, non_blocking=True)
     groups = _groups(ddp)
+    if groups and not _late:
+        _late.append(warn_if_late("of the model to count failed waits"))
     for group in groups:
         dist.all_reduce(number, group=group)
     on_host = HostCopy((1,), number.dtype, device)

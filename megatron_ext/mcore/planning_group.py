@@ -5,6 +5,8 @@ Each of these ranks plans alone, from the same load and by the same settings.
 
 from __future__ import annotations
 
+import logging
+import threading
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +17,24 @@ from megatron_ext.balance.agreement import name_ranks
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.config import BalanceConfig
 from megatron_ext.transport.reach import gather
+
+logger = logging.getLogger(__name__)
+
+LATE_S = 60.0
+"""A rank that waits so long for the first answer of others says that they may have no balancing."""
+
+
+def warn_if_late(what: str) -> threading.Timer:
+    """Warn of ranks without balancing, which never answer, unless the result is cancelled soon."""
+    text = (
+        f"rank {dist.get_rank()} has waited {LATE_S:.0f} s for the other ranks {what}: all ranks "
+        "of a model must call balance_spec or balance_models with equal settings, also those of "
+        "pipeline stages without MoE layers; a rank that has not never answers"
+    )
+    timer = threading.Timer(LATE_S, logger.warning, [text])
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def planning_group(layer: MoELayer) -> dist.ProcessGroup:
@@ -33,7 +53,11 @@ def planning_group(layer: MoELayer) -> dist.ProcessGroup:
 
 def check_equal_config(balance: BalanceConfig, group: dist.ProcessGroup) -> None:
     """Check that all ranks have equal settings, because each rank plans alone."""
-    settings = gather(asdict(balance), group)
+    late = warn_if_late("of an EP group to build a balanced layer")
+    try:
+        settings = gather(asdict(balance), group)
+    finally:
+        late.cancel()
     for rank, other in enumerate(settings):
         for name, value in settings[0].items():
             if other[name] != value:

@@ -35,10 +35,7 @@ from megatron_ext.balance.strategies import unknown_strategy
 from megatron_ext.config import BalanceConfig, ConfigError, no_setting, wrong_value
 from megatron_ext.files.recipes import recipe_names, shipped_recipes
 from megatron_ext.files.yaml_files import check_yaml, faults_of, read_yaml
-from megatron_ext.trainer.config import MEGATRON_NAMES, DataConfig, TrainConfig
-
-SCHEMA = "train"
-"""Name under which recipes put `TrainConfig` first in their `defaults`."""
+from megatron_ext.trainer.config import MEGATRON_NAMES, SCHEMA, DataConfig, TrainConfig
 
 _OF_HYDRA = re.compile(r"(?<![\w-])hydra(?![\w-])")
 """Hydra itself, as a key, a package or a group of recipes."""

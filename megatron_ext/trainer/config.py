@@ -21,6 +21,9 @@ MISSING: Any = "???"
 MOST_LAYERS = 10_000
 """Layers of a model, of which lists are made before anything is built."""
 
+SCHEMA = "train"
+"""Name under which recipes put `TrainConfig` first in their `defaults`."""
+
 MEGATRON_NAMES = {
     "num_layers": "model.num_layers",
     "hidden_size": "model.hidden_size",

@@ -22,7 +22,8 @@ from omegaconf import DictConfig
 
 from megatron_ext.config import ConfigError
 from megatron_ext.files.recipes import shipped_recipes
-from megatron_ext.trainer.compose import SCHEMA, faults_of_words, load_config, say_loading
+from megatron_ext.trainer.compose import faults_of_words, load_config, say_loading
+from megatron_ext.trainer.config import SCHEMA
 from megatron_ext.trainer.early import check_early
 from megatron_ext.trainer.reports.read import read_runs, run_files
 from megatron_ext.trainer.reports.run_page import FILE, write_run_page

@@ -65,9 +65,8 @@ def train(config: TrainConfig, *, num_ranks: int | None = None, verbose: bool = 
             run_rank(config, verbose)
         else:
             on = f" on {num_ranks} of {gpus} GPUs" if (gpus := _num_gpus()) > num_ranks else ""
-            logger.info(
-                "%s: starting %d ranks%s for %d steps", config.run_dir, num_ranks, on, config.steps
-            )
+            ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}{on}"
+            logger.info("%s: starting %s for %d steps", config.run_dir, ranks, config.steps)
             launch_ranks(run_rank, config, verbose, num_ranks=num_ranks, restarts=config.restarts)
 
 

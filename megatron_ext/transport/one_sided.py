@@ -6,6 +6,7 @@ bytes when the flags of the peers allow. The subclass gives it the transfers of 
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_timeout
 
+from megatron_ext.ops.build import library
 from megatron_ext.transport.transport import GathersRows, Transport
 
 RELAY_THRESHOLD = 4
@@ -42,7 +44,16 @@ class UnderWay:
 
     def wait(self) -> None:
         """See `Pending`."""
-        self._finish(self._generation)
+        interruptible(self._finish, self._generation)
+
+
+def interruptible(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Call an exchange; raises what a handler of a signal raised meanwhile: `KeyboardInterrupt`."""
+    try:
+        return call(*arguments)
+    except RuntimeError:  # Torch makes this of every error.
+        ctypes.PyDLL(str(library())).megatron_ext_raise()
+        raise
 
 
 class OneSidedTransport(Transport, ABC):
@@ -73,7 +84,7 @@ class OneSidedTransport(Transport, ABC):
                 self._num_ranks, self._most_words
             )
             self._exchange.set_table(*self._share_tables(num_bytes), self._most_words)
-        return self._exchange.gather(row, label, into)
+        return interruptible(self._exchange.gather, row, label, into)
 
     @abstractmethod
     def _share_tables(self, num_bytes: int) -> Sequence[Any]:

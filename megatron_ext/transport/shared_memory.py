@@ -9,6 +9,7 @@ computes.
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -23,6 +24,7 @@ from megatron_ext.transport.one_sided import (
     OneSidedTransport,
     UnderWay,
     group_timeout_s,
+    interruptible,
 )
 from megatron_ext.transport.reach import domain_of, gather
 from megatron_ext.transport.relay import compile_copies
@@ -75,6 +77,9 @@ class SharedMemoryTransport(OneSidedTransport):
         self._relay_threshold = relay_threshold
         self._group = ep_group
         self._exchange.set_flags(share(_FLAGS_BYTES, "flags", ep_group, self._peers))
+        # The numbers of ranks of other machines are of no process here, or of another; nobody waits
+        # for those ranks.
+        self._exchange.set_processes(gather(os.getpid(), ep_group))
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a zeroed buffer that the domain's ranks map; see `Transport.allocate`."""
@@ -115,8 +120,14 @@ class SharedMemoryTransport(OneSidedTransport):
             if to_rank == self._rank
         }
         expected = [value for slot_idx, rank in filled_by.items() for value in (rank, slot_idx)]
-        generation = self._exchange.start_push(
-            self._segments(slot_weights), sources, flat, expected, transfers.experts_in_slots, label
+        generation = interruptible(
+            self._exchange.start_push,
+            self._segments(slot_weights),
+            sources,
+            flat,
+            expected,
+            transfers.experts_in_slots,
+            label,
         )
         return UnderWay(self._exchange.finish_push, generation)
 
@@ -139,7 +150,8 @@ class SharedMemoryTransport(OneSidedTransport):
             if transfer.replica_rank == self._rank:
                 computed += (transfer.home_rank, transfer.slot_idx)
         flat = [value for each in replicas.values() for value in (len(each) // 2, *each)]
-        generation = self._exchange.start_pull(
+        generation = interruptible(
+            self._exchange.start_pull,
             self._segments(slot_grads),
             [segment[main_idx] for main_idx in replicas for segment in totals],
             [segment and segment[main_idx] for main_idx in replicas for segment in aside],

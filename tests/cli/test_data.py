@@ -17,7 +17,7 @@ def test_build_and_info(texts, capsys):
     status, stdout, stderr = run(capsys, "data", "build", texts / "code", "--out", out)
     assert status == 0
     assert "code" in stdout
-    assert f"skipped 1 files: {texts}/code/b.bin (it holds NUL bytes)" in stderr
+    assert f"skipped 1 file: {texts}/code/b.bin (it holds NUL bytes)" in stderr
 
     status, stdout, _ = run(capsys, "data", "info", out, "--json")
     assert status == 0

@@ -10,6 +10,7 @@ import tomllib
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import megatron_ext
@@ -79,6 +80,7 @@ def test_a_word_that_is_missing_or_wrong_is_named_at_once(words, said):
 
 QUICKSTART = ["--config-name", "quickstart"]
 _ON_A_RACK = ["--hardware", "rack_64", "--model"]
+_NO_FOLDER = ["--out", "README.md"]
 _SIMULATE = ["simulate", "recipes/traces", "--strategies", "quota", *_ON_A_RACK]
 
 
@@ -125,12 +127,24 @@ def test_wrong_settings_are_said_before_torch_is_imported(words, said):
         (["whatif", "recipes/traces", *_ON_A_RACK, "trace"], "; did you mean traced?"),
         ([*_SIMULATE, "qwen3_235"], "no model 'qwen3_235': no such file, and "),
         ([*_SIMULATE, "traced", "--set", "model.layers=2"], "model.layers: there is no setting"),
+        ([*_SIMULATE, "traced", *_NO_FOLDER], "/README.md is no folder"),
+        (["replay", "recipes/traces", "--strategies", "none", *_NO_FOLDER], "README.md is no fold"),
+        (["place", "eplb", "recipes/traces", *_NO_FOLDER], "README.md exists already: replace it"),
+        (["place", "sem_moe", "recipes", "--ranks", "2", *_NO_FOLDER], "README.md exists already"),
     ],
 )
 def test_wrong_files_and_names_are_said_before_torch_is_imported(words, said):
     result = _without_torch(*words)
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_file_of_another_kind_is_named_before_torch_is_imported(tmp_path):
+    file = tmp_path / "plans.npz"
+    np.savez(file, quota=np.zeros((1, 2, 2)), slots=np.zeros((1, 2, 1)))
+    result = _without_torch("whatif", str(file))
+    said = f"argument TRACE: {file} is a file of plans, and a file of loads is wanted\n"
+    assert result.stderr.endswith(said)
 
 
 def test_steps_that_would_be_lost_are_said_before_torch_is_imported(tmp_path):

@@ -55,7 +55,10 @@ def test_place_craft(loads, capsys):
             "'craft' needs a placement: `megatron-ext place",
         ),
         (["plan", "LOADS", "balance.placement=absent"], "absent does not exist"),
-        (["plan", "LOADS", "balance.placement=LOADS"], "has no array 'layer'; it has load"),
+        (
+            ["plan", "LOADS", "balance.placement=LOADS"],
+            "is a file of loads, and a file of replicas placed",
+        ),
     ],
 )
 def test_place_with_wrong_settings(loads, capsys, words, message):
@@ -166,7 +169,10 @@ def test_place_sem_moe(routes, capsys):
             ["place", "sem_moe", "ROUTES", "--ranks", 4, "--global-batch", 6, "--out", "OUT"],
             "global batch (6) must be a multiple of ranks (4)",
         ),
-        (["place", "sem_moe", "LOADS", "--ranks", 4, "--out", "OUT"], "has no array 'token'"),
+        (
+            ["place", "sem_moe", "LOADS", "--ranks", 4, "--out", "OUT"],
+            "a file of routes (log",
+        ),
     ],
 )
 def test_sem_moe_with_wrong_settings(loads, routes, capsys, words, message):

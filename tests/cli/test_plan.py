@@ -43,7 +43,8 @@ def test_plan_writes_plans(loads, capsys):
     import numpy as np
 
     out = loads.parent / "plans.npz"
-    assert run(capsys, "plan", loads, "--slots", 1, "--out", out, "--split")[0] == 0
+    status, stdout, _ = run(capsys, "plan", loads, "--slots", 1, "--out", out, "--split")
+    assert (status, stdout.splitlines()[-1]) == (0, f"Written: {out}")
     with np.load(out) as archive, np.load(loads) as given:
         assert (archive["quota"].sum(2) == given["load"].sum(1)).all()
         assert (archive["split"].sum(3) == given["load"]).all()

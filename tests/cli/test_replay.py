@@ -70,6 +70,7 @@ def test_strategies_that_never_acted_are_named(loads, capsys, tmp_path):
     """And no sentence takes a strategy's name `none` for a number of strategies."""
     words = ["--strategies", "none,quota,llep,exact", "balance.llep.min_tokens_per_gemm=1000000"]
     status, out, _ = run(capsys, "replay", loads, *words, "--out", tmp_path / "out")
+    assert re.search(r"^Written: \S+/out/replay.json, .*/replay.html$", out, re.MULTILINE)
     assert status == 0
     said = "Never acted, so the same as without balancing: llep. "
     assert said in out

@@ -51,6 +51,23 @@ def test_runs_are_compared_to_the_first(runs, capsys):
     assert out.startswith(first)
 
 
+def test_a_run_of_a_program_is_not_called_faulty(tmp_path, capsys):
+    """`StepMetrics` writes no machine, and without a loss or tokens no loss and no speed."""
+    settings = {"num_ranks": 2, "balance": {"strategy": "quota", "slots": 2}}
+    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    known = {"imbalance_before": 1.5, "imbalance_after": 1.0, "replicas": 2.0}
+    lines = [{"step": step, **known, **({"step_ms": 50.0} if step > 1 else {})} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "layers.jsonl").touch()
+    _, out, _ = run(capsys, "report", tmp_path)
+    said = [line for line in out.splitlines() if line.startswith(f"{tmp_path.name}: ")]
+    assert said == [
+        f"{tmp_path.name}: `take` was given no loss.",
+        f"{tmp_path.name}: `take` was given no tokens, so nothing is said about speed.",
+    ]
+    assert "is said from" not in out
+
+
 def test_steps_are_said_where_runs_differ_in_them(runs, capsys):
     """Final losses of runs of different length are no comparison."""
     file = runs / "quota" / "metrics.jsonl"

@@ -10,6 +10,7 @@
 # and bring it. The machine has nvcc, a C++ compiler, and a Python with torch, numpy and pytest:
 #     FIRST_RUN_PYTHON=python3 FIRST_RUN_WHEELS=wheels tests/gpu/first_run.sh
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \?//p' "$0" && exit ;; esac
 cd "$(dirname "$0")/../.."
 
 python=.venv/bin/python

@@ -14,12 +14,12 @@ from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.balance.strategies.strategy import PlanSettings
 from megatron_ext.cli import options
+from megatron_ext.cli.replay import FILES
 from megatron_ext.config import HistorySettings, LlepSettings
 from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import markdown_table
 from megatron_ext.lab.planning import Asked, read_name
 from megatron_ext.lab.replay import (
-    FILES,
     PREDICTED,
     WEIGHTS,
     make_report,

@@ -33,6 +33,26 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        *("launch/setup.sh", "launch/quickstart.sh", "tests/run.sh", "tests/chaos.sh"),
+        *("tests/te/run.sh", "tests/gpu/first_run.sh"),
+    ],
+)
+def test_a_script_says_what_it_does_and_does_nothing_else(script: str, tmp_path: Path) -> None:
+    copy = tmp_path / script
+    copy.parent.mkdir(parents=True)
+    shutil.copy(ROOT / script, copy)
+    done = subprocess.run(
+        [copy, "--help"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    head = itertools.takewhile(lambda line: line[:1] == "#", copy.read_text().splitlines()[1:])
+    assert done.stdout.splitlines() == [line[2:] for line in head]
+    assert len(done.stdout) > 100
+    assert not done.stderr
+
+
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck_finds_nothing() -> None:
     done = subprocess.run(

@@ -7,6 +7,9 @@ go on, and a word tells.
 
 from __future__ import annotations
 
+import time
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,7 +24,7 @@ from tests.mcore import inside
 from tests.mcore.parity import balanced_gpt, balanced_layers  # first: enables the CPU platform
 from tests.ranks import run_ranks
 
-from megatron_ext.mcore import failures, models, process_hooks  # isort: skip
+from megatron_ext.mcore import failures, models, planning_group, process_hooks  # isort: skip
 from megatron_ext.mcore.between_steps import check_agreement, reset_after_abort  # isort: skip
 
 MESSAGE = "rank 1 waited 0.2 s for rank 0 to offer the gradient of slot 0"
@@ -123,6 +126,40 @@ def _two_models(rank: int) -> None:
 
 def test_a_model_of_some_ranks_hides_no_failure_of_another() -> None:
     run_ranks(_two_models, 2, timeout_s=20)
+
+
+def _answer_late(rank: int, folder: str) -> list[str]:
+    """Rank 1 answers only when rank 0 has warned."""
+    failures.forget()  # What an earlier test has counted in this process.
+    said: list[str] = []
+
+    def note(text: str) -> None:
+        said.append(text)
+        Path(folder, str(len(said))).touch()
+
+    calls = [
+        partial(planning_group.check_equal_config, BalanceConfig(), dist.group.WORLD),
+        partial(failures.start_count, _Grid(dp_cp_group=dist.group.WORLD)),
+    ]
+    with (
+        mock.patch.object(planning_group, "LATE_S", 60.0 * rank),
+        mock.patch.object(planning_group.logger, "warning", note),
+    ):
+        for number, call in enumerate(calls, 1):
+            while rank == 1 and not Path(folder, str(number)).exists():
+                time.sleep(0.01)
+            call()
+    failures.look()
+    return said
+
+
+def test_a_rank_that_waits_for_ranks_without_balancing_says_so(tmp_path: Path) -> None:
+    said, nothing = run_ranks(_answer_late, 2, str(tmp_path), timeout_s=20)
+    assert not nothing
+    built, counted = said
+    assert built.startswith("rank 0 has waited 0 s for the other ranks of an EP group to build")
+    assert counted.startswith("rank 0 has waited 0 s for the other ranks of the model to count")
+    assert all("must call balance_spec or balance_models" in text for text in said)
 
 
 def test_a_program_counts_on_stages_that_have_nothing_to_balance() -> None:

@@ -4,6 +4,7 @@
 # and optimizers where it can import it. It is downloaded once (277 MB) and serves all versions of Python.
 # VENV= chooses the environment.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \?//p' "$0" && exit ;; esac
 cd "$(dirname "$0")/../.."
 
 version=$(sed -n 's/^VERSION = "\(.*\)"$/\1/p' tests/te_on_cpu.py)

@@ -184,7 +184,7 @@ def _semantics(path: Path) -> Path:
 def test_run_directory(data: Path, tmp_path: Path) -> None:
     run_ranks(_train, 2, [*overrides(data, tmp_path), "steps=3"])
     for line in read_metrics(tmp_path):
-        assert line.keys() <= {"step", *METRICS}
+        assert line.keys() <= {"step", "strategy", *METRICS}
         assert line.keys() >= {
             *("step", "loss", "grad_norm", "skipped", "lr", "tokens_per_s", "step_ms"),
             *("imbalance_before", "imbalance_after", "replicas"),
@@ -198,10 +198,8 @@ def test_run_directory(data: Path, tmp_path: Path) -> None:
         flops = 3 * (2 * layer + 2 * 16 * 384) * line["tokens_per_s"]
         assert 2 * line["tflops_per_gpu"] == pytest.approx(flops / 1e12)
     # A run is reproduced by its config file alone.
-    recipe = (tmp_path / "config.yaml").read_text()
-    (tmp_path / "again.yaml").write_text(f"defaults: [train, _self_]\n{recipe}")
-    again = load_config((), str(tmp_path), "again")
-    assert again == replace(load_config([*overrides(data, tmp_path), "steps=3"]), recipe="again")
+    again = load_config((), str(tmp_path), "config")
+    assert again == replace(load_config([*overrides(data, tmp_path), "steps=3"]), recipe="config")
 
 
 @pytest.mark.parametrize("given", [[], ["balance.link_bandwidth=1e9"]])
@@ -220,6 +218,5 @@ def test_a_run_tells_what_it_measured(given: list[str], data: Path, tmp_path: Pa
     ]
     assert all(float(f"{cost:.4g}") == cost for cost in costs.values()), "more is known than told"
     # It is still what the user asked for: on another machine, other costs are measured.
-    (tmp_path / "again.yaml").write_text(f"defaults: [train, _self_]\n{recipe}")
-    again = load_config((), str(tmp_path), "again")
-    assert again == replace(load_config(arguments), recipe="again")
+    again = load_config((), str(tmp_path), "config")
+    assert again == replace(load_config(arguments), recipe="config")

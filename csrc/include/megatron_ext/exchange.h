@@ -131,8 +131,9 @@ class Worker {
     // Run `job`; the last one must have been joined.
     void start(std::function<void()> job);
 
-    // Return when the job is done; throws what it threw, once.
-    void join();
+    // Return when the job is done; throws what it threw, once. Meanwhile calls
+    // `look` now and then.
+    void join(const std::function<void()>& look = [] {});
 
   private:
     void work();
@@ -155,11 +156,15 @@ constexpr int64_t kInlineBytes = 1 << 18;
 class Exchange {
   public:
     // `max_delay_us`: before flags are read or stored, sometimes sleep up to so long. For tests of
-    // the ordering; 0 otherwise.
-    Exchange(int64_t rank, double timeout_s, int64_t max_delay_us);
+    // the ordering; 0 otherwise. `heed`: called now and then while the caller waits; what it throws
+    // ends the wait.
+    Exchange(int64_t rank, double timeout_s, int64_t max_delay_us, void (*heed)() = nullptr);
     ~Exchange();
     Exchange(const Exchange&) = delete;
     Exchange& operator=(const Exchange&) = delete;
+
+    // Processes of the ranks, on this machine: a wait for one that has ended fails at once.
+    void set_processes(const std::vector<int64_t>& by_rank);
 
     // Flags of each rank's slots, zero before the first use.
     void set_flags(std::vector<SlotFlags*> by_rank) { flags_ = std::move(by_rank); }
@@ -230,11 +235,15 @@ class Exchange {
     // Throw if `peer` pushes other replicas in this generation: then what this rank waits for never
     // comes.
     void check_same_push(int64_t peer, uint64_t generation, const std::string& label) const;
+    bool has_ended(int64_t rank) const;
+    void heed();
     void delay();
 
     const int64_t rank_;
     const double timeout_s_;
     const int64_t max_delay_us_;
+    void (*const heed_)();
+    std::vector<int> processes_;  // a file descriptor of each, or -1
     std::vector<SlotFlags*> flags_;
     std::vector<Segment> segments_;
     uint64_t push_generation_ = 0;

@@ -32,7 +32,7 @@ from megatron_ext.telemetry.profile import PROFILE_FILE
 from megatron_ext.telemetry.routes import ROUTES_FOLDER
 from megatron_ext.telemetry.step_lines import StepLines, read_lines
 from megatron_ext.trainer.checkpoints.choice import lost_steps
-from megatron_ext.trainer.config import TrainConfig
+from megatron_ext.trainer.config import SCHEMA, TrainConfig
 from megatron_ext.trainer.logs.rank_logs import LOGS_FOLDER
 from megatron_ext.trainer.reports.run_page import FILE as REPORT_FILE
 from megatron_ext.trainer.sinks import SINKS
@@ -66,7 +66,9 @@ class RunLog:
         run_dir = Path(config.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self._config_file = run_dir / CONFIG_FILE
-        self._config = OmegaConf.to_yaml(OmegaConf.structured(config))
+        self._strategy = config.balance.strategy
+        self._config = f"defaults: [{SCHEMA}, _self_]\n"  # So the file is a recipe, too.
+        self._config += OmegaConf.to_yaml(OmegaConf.structured(config))
         write_whole(self._config_file, [self._config])
         self._metrics = StepLines(run_dir / METRICS_FILE, start_step=start_step)
         self._layers = StepLines(run_dir / LAYERS_FILE, start_step=start_step)
@@ -92,7 +94,7 @@ class RunLog:
 
     def write(self, metrics: dict[str, Any], layers: Mapping[str, Any] | None = None) -> None:
         """Write a step, whose number is the value `step`; on a full disk later, with a warning."""
-        self._metrics.write(metrics)
+        self._metrics.write({**metrics, "strategy": self._strategy})
         if layers is not None:
             self._layers.write(layers)
         costs = [

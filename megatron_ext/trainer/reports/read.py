@@ -13,6 +13,7 @@ import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,6 +29,13 @@ Metrics: TypeAlias = Sequence[Mapping[str, Any]]
 
 SHOWN = ("loss", "imbalance_before", "imbalance_after", "step_ms", "tokens_per_s", "replicas")
 """The metrics of a step that a report shows."""
+
+_BY_PROGRAM = {
+    "loss": "`take` was given no loss",
+    "tokens_per_s": "`take` was given no tokens, so nothing is said about speed",
+    "step_ms": "only the first step is there, whose time is not known",
+}
+"""What is said where no step of a program with `StepMetrics` has a metric."""
 
 _FILES = (METRICS_FILE, CONFIG_FILE, LAYERS_FILE, ABOUT_FILE)
 
@@ -51,7 +59,7 @@ class Run:
     about: Mapping[str, Any]
     """Machine, versions and start, as `run_log` wrote them; empty if it did not."""
     missing: Sequence[str]
-    """What is not there, a sentence without its period each."""
+    """What is not there or not of one kind, a sentence without its period each."""
 
     @property
     def strategy(self) -> str | None:
@@ -145,10 +153,19 @@ def _read_run(folder: Path) -> Run:
         below = sorted(str(file.parent) for file in folder.glob(f"*/{METRICS_FILE}"))
         hint = f"; there are runs in it: {', '.join(below)}" if below else ""
         raise FileNotFoundError(f"{folder} is no run directory: it has no {METRICS_FILE}{hint}")
+    settings = (
+        dict(_flat(read_yaml(folder / CONFIG_FILE, follow=False)))
+        if (folder / CONFIG_FILE in there)
+        else {}
+    )
+    # `StepMetrics` writes these settings only, and not what it was not told.
+    is_program = bool(settings) and all(
+        name == "num_ranks" or name.startswith("balance.") for name in settings
+    )
     missing = [
         f"{name} is {'no file of its own' if os.path.lexists(folder / name) else 'not there'}"
         for name in _FILES
-        if folder / name not in there
+        if folder / name not in there and not (is_program and name == ABOUT_FILE)
     ]
     lines = {file.name: read_lines(file) for file in there if file.suffix == ".jsonl"}
     by_step = {line["step"]: line for line in lines.get(METRICS_FILE, ())}
@@ -156,8 +173,12 @@ def _read_run(folder: Path) -> Run:
     if not metrics:
         missing.append("no step is finished yet")
     for metric in SHOWN:
-        if without := sum(map(math.isnan, column(metrics, metric))):
+        without = sum(map(math.isnan, column(metrics, metric)))
+        if is_program and metric in _BY_PROGRAM:
+            missing += [_BY_PROGRAM[metric]] * (without == len(metrics) > 0)
+        elif without:
             missing.append(f"{without} of {len(metrics)} steps have no number {metric!r}")
+    missing += _changes(metrics)
     layer_lines = LayerLines()
     for line in lines.get(LAYERS_FILE, ()):
         try:
@@ -168,12 +189,21 @@ def _read_run(folder: Path) -> Run:
     return Run(
         metrics,
         layer_lines.layers(),
-        dict(_flat(read_yaml(folder / CONFIG_FILE, follow=False)))
-        if folder / CONFIG_FILE in there
-        else {},
+        settings,
         read_json(folder / ABOUT_FILE) if folder / ABOUT_FILE in there else {},
         missing,
     )
+
+
+def _changes(metrics: Metrics) -> list[str]:
+    """Say how the steps were balanced, if the run continued with another strategy."""
+    known = (line for line in metrics if isinstance(line.get("strategy"), str))
+    parts = [
+        (_CUT.repr(strategy), [line["step"] for line in lines])
+        for strategy, lines in groupby(known, lambda line: line["strategy"])
+    ]
+    said = ", ".join(f"by {how} in steps {steps[0]} to {steps[-1]}" for how, steps in parts)
+    return [f"balanced {said}; the numbers are of all these steps"] if len(parts) > 1 else []
 
 
 def _flat(settings: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -120,11 +120,12 @@ class Drift:
 
 
 def differing_settings(runs: Mapping[str, Run]) -> dict[str, dict[str, str]]:
-    """Return the settings in which runs differ, each by run; the run's directory does not count."""
+    """Return the settings in which runs differ, each by run, but for the run's directory."""
     keys = dict.fromkeys(key for run in runs.values() for key in run.settings)
     values = {key: {name: run.settings.get(key, "") for name, run in runs.items()} for key in keys}
     differ = {key: each for key, each in values.items() if len(set(each.values())) > 1}
-    differ.pop("run_dir", None)
+    for no_difference in "run_dir", "defaults":
+        differ.pop(no_difference, None)
     return differ
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ext.trainer.reports.layers import ALIKE
-from megatron_ext.trainer.reports.read import Run
+from megatron_ext.trainer.reports.read import Run, number
 from megatron_ext.trainer.reports.speed import (
     MIN_STEPS,
     WARMUP_STEPS,
@@ -144,15 +144,16 @@ def _costs(name: str, run: Run) -> list[str]:
 def _unknown(runs: Mapping[str, Run], best: str, limit: str | None, is_compared: bool) -> list[str]:
     run, said = runs[best], []
     enough = f"{MIN_STEPS} steps after the first {WARMUP_STEPS}"
-    if len(runs) == 1 and speed(run.metrics) is None:
+    knows_speed = any(number(step.get("tokens_per_s")) > 0 for step in run.metrics)
+    if len(runs) == 1 and knows_speed and speed(run.metrics) is None:
         said.append(f"How fast run {best} trains is said from {enough} on.")
     elif len(runs) > 1 and not is_compared:
         said.append(f"Which run is the fastest is said when two runs share {enough}.")
     if len(runs) == 1 and run.strategy != LIMIT:
         other = "quota" if run.strategy == "none" else "none"
-        said.append(f"Add a run with balance={other} to see what balancing brings.")
+        said.append(f"Add a run with strategy {other} to see what balancing brings.")
     if limit is None and run.strategy != LIMIT:
-        said.append(f"Add a run with balance={LIMIT} to see how far from the limit this is.")
+        said.append(f"Add a run with strategy {LIMIT} to see how far from the limit this is.")
     if not cost_shares(run) and len(run.metrics) >= MIN_STEPS + WARMUP_STEPS:
         said.append(f"The metrics of run {best} do not say what ranks wait for.")
     if run.layers is None:

@@ -56,6 +56,18 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def test_a_run_that_continues_with_another_strategy_says_so(tmp_path: Path) -> None:
+    for start_step, strategy in ((0, "none"), (2, "quota")):
+        config = config_of(tmp_path)
+        config.balance.strategy = strategy
+        with RunLog(config, start_step=start_step) as log:
+            for step in range(start_step + 1, start_step + 4):
+                log.write({"step": step, "loss": 1.0, **SHOWN})
+    (run,) = read_runs([tmp_path]).values()
+    said = "balanced by 'none' in steps 1 to 2, by 'quota' in steps 3 to 5; "
+    assert any(text.startswith(said) for text in run.missing)
+
+
 CONTINUE_AND_DIE = """
 import resource, signal, sys
 from pathlib import Path

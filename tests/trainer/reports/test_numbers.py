@@ -164,8 +164,8 @@ def test_what_balances_nothing_is_not_praised(runs: dict[str, Run]) -> None:
     assert said[0] == "The busiest rank of run none has 2.00 x the mean load: nothing balances it."
     assert said[-1].startswith("Run none trains 120 tokens/s (95 % interval ")
     assert unknown[:2] == [
-        "Add a run with balance=quota to see what balancing brings.",
-        "Add a run with balance=ideal to see how far from the limit this is.",
+        "Add a run with strategy quota to see what balancing brings.",
+        "Add a run with strategy ideal to see how far from the limit this is.",
     ]
 
 
