@@ -144,7 +144,7 @@ def check_names(path: Path, names: Collection[str], required: Collection[str]) -
         for those in (names, required)
     )
     if holds and wanted and holds != wanted:
-        raise ValueError(f"{path} is a file of {holds}, and a file of {wanted} is wanted")
+        raise ValueError(f"{path} holds {holds}, not {wanted}")
     has = ", ".join(sorted(names)) or "none"
     raise ValueError(f"{path} has no array {missing!r}; it has {has}")
 

@@ -34,6 +34,15 @@ class ExpertWeights(Protocol):
     def mains(self) -> MainWeights:
         """Return this rank's main weights, anew in each forward: a wrapper may move weights."""
 
+    def require_plain(self) -> None:
+        """Check that a program has added nothing to the experts that replicas would not have.
+
+        Asked in the layer's first forward, as it takes the host too long for each.
+
+        Raises:
+            ValueError: It has.
+        """
+
     def forget_step(self) -> None:
         """Drop what an aborted step has left for delayed weight gradients."""
 

@@ -511,9 +511,11 @@ class BalancedMoELayer(SharedExpertsLater):
         """Make the balancer for an input on this device; all ranks that plan alike call.
 
         Raises:
-            ValueError: The experts' weights are not whole, or not on that device.
+            ValueError: The experts' weights are not whole, or not on that device; or the experts
+                have what replicas have not.
         """
         if self.layout.slots > 0:
+            self.expert_weights.require_plain()
             finish_parameter_gather(self.experts)
             check_in_place(self.experts, device, self.layer_number)
         example = self.expert_weights.mains().parameters()[0]

@@ -66,16 +66,11 @@ class SlotsBehindMains:
         self, slots: Sequence[Any], tokens: Tensor, counts: Tensor, probs: Tensor, **buffers: Tensor
     ) -> Tensor:
         """See `ExpertWeights.run`. Hooks on the module get the tokens of mains and slots."""
-        self.require_plain()
         with lent_to(self._experts, {"forward": partial(self._run, slots)}):
             return run_mains(self._experts, tokens, counts, probs, **buffers)
 
     def require_plain(self) -> None:
-        """Check that a program has added nothing that slots would go past.
-
-        Raises:
-            ValueError: It has.
-        """
+        """See `ExpertWeights.require_plain`."""
         if "forward" in vars(self._experts):
             raise ValueError("experts.forward was replaced, and replicas run without: use a hook")
 
@@ -134,7 +129,7 @@ class SequentialWeights(SlotsBehindMains):
         )
 
     def require_plain(self) -> None:
-        """See `SlotsBehindMains.require_plain`: slots run in main 0's module."""
+        """See `ExpertWeights.require_plain`: slots run in main 0's module."""
         super().require_plain()
         names = [segment.name for segment in self.segments]
         for m, expert in enumerate(self._experts.local_experts):

@@ -121,16 +121,15 @@ class TEGroupedWeights:
         """See `ExpertWeights.run`. The host reads the counts once, as in Megatron.
 
         Raises:
-            ValueError: This rank holds replicas of trained weights, and its own weights are frozen;
-                or the experts have what replicas have not.
+            ValueError: This rank holds replicas of trained weights, and its own weights are frozen.
         """
-        self._require_plain()
         of_linears = slots[:: len(self._kinds)]  # Without biases.
         self._require_trained(of_linears)
         with self._lending(slots), _led(self._experts, of_linears):
             return run_mains(self._experts, tokens, counts, probs, **buffers)
 
-    def _require_plain(self) -> None:
+    def require_plain(self) -> None:
+        """See `ExpertWeights.require_plain`."""
         experts = self._experts
         of_experts = chain(experts.named_parameters(), experts.named_buffers())
         if others := [name for name, _ in of_experts if not _HELD.fullmatch(name)]:

@@ -103,7 +103,10 @@ def test_checkpoint_relayout_by_loads(tmp_path, capsys, prepared):
 
 @pytest.mark.parametrize(
     ("semantics", "message"),
-    [("routes.npz", "no array 'expert'"), ("semantics.npz", "no Megatron checkpoint in ")],
+    [
+        ("routes.npz", "holds routes (logging.route_samples), not an arr"),
+        ("semantics.npz", "no Megatron checkpoint in "),
+    ],
 )
 def test_relayout_of_wrong_files(routes, capsys, semantics, message):
     made = ["place", "sem_moe", routes, "--ranks", 4, "--out", routes.parent / "semantics.npz"]

@@ -143,7 +143,7 @@ def test_a_file_of_another_kind_is_named_before_torch_is_imported(tmp_path):
     file = tmp_path / "plans.npz"
     np.savez(file, quota=np.zeros((1, 2, 2)), slots=np.zeros((1, 2, 1)))
     result = _without_torch("whatif", str(file))
-    said = f"argument TRACE: {file} is a file of plans, and a file of loads is wanted\n"
+    said = f"argument TRACE: {file} holds plans, not loads\n"
     assert result.stderr.endswith(said)
 
 
