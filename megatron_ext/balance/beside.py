@@ -18,7 +18,7 @@ import torch
 @contextmanager
 def beside(device: torch.device) -> Iterator[None]:
     """Run GPU work beside what the current stream gets until `rejoin`; other devices have one."""
-    if not _has_streams(device):
+    if not has_streams(device):
         yield
         return
     stream = _stream(device)
@@ -29,11 +29,12 @@ def beside(device: torch.device) -> Iterator[None]:
 
 def rejoin(device: torch.device) -> None:
     """Make the current stream wait for what was started beside it."""
-    if _has_streams(device):
+    if has_streams(device):
         torch.cuda.current_stream(device).wait_stream(_stream(device))
 
 
-def _has_streams(device: torch.device) -> bool:
+def has_streams(device: torch.device) -> bool:
+    """Whether work on the device has an order within its stream only."""
     return device.type == "cuda"
 
 

@@ -39,10 +39,10 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron_ext.balance import held_back
 from megatron_ext.balance.agreement import Agreement
+from megatron_ext.balance.beside import has_streams
 from megatron_ext.balance.main_weights import Aside, InPlace, MainWeights, everywhere
 from megatron_ext.balance.plan import BalancePlan, Shares
 from megatron_ext.balance.ranges import (
@@ -502,6 +503,7 @@ class Forward:
         if self.is_held_back or self.delayed is not None:
             held_back.let_go(self.mains.parameters())
             return grad, None
+        _let_leaves_wait(self.mains.parameters()[0].device)
         # The inputs of `join`, and without a join those of `materialized`.
         return (grad, None, *gradients)
 
@@ -604,10 +606,34 @@ def _accumulated() -> set[Tensor]:
         if node is not None and node.name() == OnBackward.__name__ + "Backward"
     ]
     after += [node for join in joins for node, _ in join.next_functions]
-    leaves = [node for node in after if node is not None and node.name().endswith("AccumulateGrad")]
-    return {
-        leaf.variable for leaf in leaves if _is_executed(leaf) and not _has_hooks(leaf.variable)
-    }
+    return {leaf.variable for leaf in _executed_leaves(after) if not _has_hooks(leaf.variable)}
+
+
+def _let_leaves_wait(device: torch.device) -> None:
+    """Let the mains' leaves behind the running node wait for the current stream.
+
+    A leaf, and DDP's hook on it, has the stream on which DDP was made; Megatron's programs make it
+    on one of its own. Autograd lets that stream wait for gradients only, and sums in a `main_grad`
+    are none.
+    """
+    if not has_streams(device):
+        return
+    done = torch.cuda.current_stream(device).record_event()
+
+    def wait_once(_: Any, handles: list[Any]) -> None:
+        torch.cuda.current_stream(device).wait_event(done)
+        handles.pop().remove()
+
+    after = [node for node, _ in torch._C._current_autograd_node().next_functions]
+    for leaf in _executed_leaves(after):
+        handles: list[Any] = []
+        handles.append(leaf.register_prehook(partial(wait_once, handles=handles)))
+
+
+def _executed_leaves(nodes: Iterable[Any]) -> list[Any]:
+    """The nodes that add to a tensor's `.grad` in the running backward."""
+    leaves = (node for node in nodes if node is not None and node.name().endswith("AccumulateGrad"))
+    return [leaf for leaf in leaves if _is_executed(leaf)]
 
 
 def _has_hooks(main: Any) -> bool:

@@ -2,10 +2,10 @@
 
 With a rank capacity factor, Megatron's programs run the forwards and backwards of a step once more,
 without limit, if a rank has dropped tokens or the paged stash was full. They also run a step again
-to see whether a strange result comes again (`--rerun-mode`). The first run has ended by
-then: every plan is given back, and all replicas' gradients are in the mains, which Megatron sets to
-zero. What is left are counts: the history of loads by which some strategies plan, and the forwards
-that were reported. So the second run plans the same loads from the same history.
+to see whether a strange result comes again (`--rerun-mode`). The first run has ended by then: every
+plan is given back, and all replicas' gradients are in the mains, which Megatron sets to zero. What
+is left are counts: the history of loads by which some strategies plan, and the forwards that were
+reported. So the second run plans the same loads from the same history.
 """
 
 from __future__ import annotations

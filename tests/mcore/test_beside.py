@@ -57,7 +57,7 @@ def _streams_of_a_step(
         gpt.forward_backward(0)
         planning = Stream(name="planning")
         with (
-            mock.patch.object(beside, "_has_streams", return_value=True),
+            mock.patch.object(beside, "has_streams", return_value=True),
             mock.patch.object(beside, "_stream", return_value=planning),
             mock.patch(SHARED, noted),
             mock.patch("megatron_ext.mcore.moe_layer.rejoin", beside.rejoin if joins else print),

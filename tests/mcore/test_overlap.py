@@ -294,6 +294,58 @@ def test_missing_waits_are_found(break_it: Callable[[], Any], what: str, schedul
     assert any(what in error for of_rank in errors for error in of_rank), errors
 
 
+@contextmanager
+def _with_leaves_of_ddp(gpt: TinyGPT) -> Iterator[None]:
+    """Let leaves have the stream on which DDP was made, as in Megatron's programs.
+
+    Autograd lets that stream wait for what computes gradients, and for nothing else, and at the end
+    lets who called backward wait for it. What a reduction reads is read behind DDP's hook.
+    """
+    from megatron.core.pipeline_parallel import schedules
+
+    compute, of_ddp = Stream.current, Stream(name="DDP")
+    run = schedules.backward_step
+
+    def begin(_: Any) -> None:
+        of_ddp.learn({compute.name: compute.clock[compute.name]})
+        Stream.current = of_ddp
+
+    def end(*_: Any, leaf: Any) -> None:
+        leaf.variable.main_grad.sum()
+        Stream.current = compute
+
+    def run_and_wait(*args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
+        compute.learn(of_ddp.clock)
+        return result
+
+    for leaf in gpt.chunks[0].grad_accs:
+        leaf.register_prehook(begin)
+        leaf.register_hook(partial(end, leaf=leaf))
+    with mock.patch.object(schedules, "backward_step", run_and_wait):
+        yield
+
+
+def _watched_step_of_ddp(rank: int, settings: dict[str, Any], has_streams: bool) -> Watched:
+    where = mock.patch("megatron_ext.balance.forward.has_streams", return_value=has_streams)
+    with clocked_streams(), where:
+        gpt = balanced_gpt(dict(ep=2, num_layers=3) | settings, EXACT)
+        gpt.forward_backward(0, num_microbatches=2)
+        (buffers,) = {inside.slot_buffers(layer) for layer in balanced_layers(gpt)}
+        with _with_leaves_of_ddp(gpt), Watch(buffers) as watch:
+            gpt.forward_backward(1, num_microbatches=2)
+    return Watched(watch.num_checks, watch.freed.num_freed, watch.errors)
+
+
+@pytest.mark.parametrize("settings", [{}, FUSED, FUSED | IN_BACKWARD], ids=str)
+def test_ddp_on_a_stream_of_its_own_gets_whole_gradients(settings: dict[str, Any]) -> None:
+    for watched in run_ranks(_watched_step_of_ddp, 2, settings, True):
+        assert watched.num_checks >= 12
+        assert watched.errors == []
+    for watched in run_ranks(_watched_step_of_ddp, 2, settings, False):
+        assert any("totals: aten." in error for error in watched.errors)
+
+
 def train_with_graphs(
     rank: int, scopes: tuple[str, ...], settings: dict[str, Any], schedule: dict[str, Any]
 ) -> tuple[int, list[str]]:
