@@ -189,19 +189,54 @@ class Watched(NamedTuple):
     errors: list[str]
 
 
+@contextmanager
+def _ddp_on_a_stream_of_its_own(gpt: TinyGPT) -> Iterator[None]:
+    """Let the leaves of DDP have the stream on which DDP was made, as in Megatron's programs.
+
+    Autograd lets that stream wait for what computes gradients, and for nothing else; who called
+    backward then waits for it. A reduction reads all gradients of its bucket.
+    """
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    of_ddp, callers = Stream(name="DDP"), []
+    start = _ParamAndGradBucketGroup.start_grad_sync
+
+    def begin(_: Any) -> None:
+        callers.append(caller := Stream.current)
+        of_ddp.learn({caller.name: caller.clock[caller.name]})
+        Stream.current = of_ddp
+
+    def end(*_: Any) -> None:
+        Stream.current = callers.pop()
+        Stream.current.learn(of_ddp.clock)
+
+    def read_and_start(group: Any, *args: Any, **kwargs: Any) -> None:
+        for parameter in group.params:
+            parameter.main_grad.sum()
+        start(group, *args, **kwargs)
+
+    for leaf in (leaf for chunk in gpt.chunks for leaf in chunk.grad_accs):
+        leaf.register_prehook(begin)
+        leaf.register_hook(end)
+    with mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", read_and_start):
+        yield
+
+
 def watched_step(rank: int, settings: dict[str, Any], dtype: torch.dtype) -> Watched:
     """Look at the streams of a step, and at the memory that they free."""
-    with clocked_streams():
+    where = mock.patch("megatron_ext.balance.forward.has_streams", return_value=True)
+    with clocked_streams(), where:
         gpt = balanced_gpt(dict(ep=2, num_layers=3) | settings, EXACT, dtype=dtype)
         gpt.forward_backward(0, num_microbatches=2)  # Its first forward makes the slots.
         (buffers,) = {inside.slot_buffers(layer) for layer in balanced_layers(gpt)}
-        with Watch(buffers) as watch:
+        with _ddp_on_a_stream_of_its_own(gpt), Watch(buffers) as watch:
             gpt.forward_backward(1, num_microbatches=4)
     return Watched(watch.num_checks, watch.freed.num_freed, watch.errors + watch.freed.errors)
 
 
 ORDERED = {
-    "in turn": (FUSED, torch.float32),
+    "in turn": (FUSED | IN_BACKWARD, torch.float32),
+    "not fused": ({}, torch.float32),
     "overlapped": (OVERLAP, torch.float64),
     "overlapped and fused": (OVERLAP | FUSED, torch.float32),
     "early release": (OVERLAP | EARLY | FUSED, torch.float32),
@@ -270,6 +305,10 @@ def _wait_for_no_pull() -> Any:
     return mock.patch(inside.REDUCED, wait)
 
 
+def _let_no_leaf_wait() -> Any:
+    return mock.patch("megatron_ext.balance.forward._let_leaves_wait")
+
+
 def _watch_broken(
     rank: int, break_it: Callable[[], Any], settings: dict[str, Any], dtype: torch.dtype
 ) -> list[str]:
@@ -287,63 +326,13 @@ def _watch_broken(
         (_wait_for_no_push, "slots: aten.mm", "in turn"),
         (_wait_for_no_push, "slots: aten.mm", "MoE layers recomputed"),
         (_wait_for_no_pull, "totals: aten.", "MoE layers recomputed"),
+        (_let_no_leaf_wait, "totals: aten.mul_", "in turn"),
+        (_let_no_leaf_wait, "totals: aten.add_", "not fused"),
     ],
 )
 def test_missing_waits_are_found(break_it: Callable[[], Any], what: str, schedule: str) -> None:
     errors = run_ranks(_watch_broken, 2, break_it, *ORDERED[schedule])
     assert any(what in error for of_rank in errors for error in of_rank), errors
-
-
-@contextmanager
-def _with_leaves_of_ddp(gpt: TinyGPT) -> Iterator[None]:
-    """Let leaves have the stream on which DDP was made, as in Megatron's programs.
-
-    Autograd lets that stream wait for what computes gradients, and for nothing else, and at the end
-    lets who called backward wait for it. What a reduction reads is read behind DDP's hook.
-    """
-    from megatron.core.pipeline_parallel import schedules
-
-    compute, of_ddp = Stream.current, Stream(name="DDP")
-    run = schedules.backward_step
-
-    def begin(_: Any) -> None:
-        of_ddp.learn({compute.name: compute.clock[compute.name]})
-        Stream.current = of_ddp
-
-    def end(*_: Any, leaf: Any) -> None:
-        leaf.variable.main_grad.sum()
-        Stream.current = compute
-
-    def run_and_wait(*args: Any, **kwargs: Any) -> Any:
-        result = run(*args, **kwargs)
-        compute.learn(of_ddp.clock)
-        return result
-
-    for leaf in gpt.chunks[0].grad_accs:
-        leaf.register_prehook(begin)
-        leaf.register_hook(partial(end, leaf=leaf))
-    with mock.patch.object(schedules, "backward_step", run_and_wait):
-        yield
-
-
-def _watched_step_of_ddp(rank: int, settings: dict[str, Any], has_streams: bool) -> Watched:
-    where = mock.patch("megatron_ext.balance.forward.has_streams", return_value=has_streams)
-    with clocked_streams(), where:
-        gpt = balanced_gpt(dict(ep=2, num_layers=3) | settings, EXACT)
-        gpt.forward_backward(0, num_microbatches=2)
-        (buffers,) = {inside.slot_buffers(layer) for layer in balanced_layers(gpt)}
-        with _with_leaves_of_ddp(gpt), Watch(buffers) as watch:
-            gpt.forward_backward(1, num_microbatches=2)
-    return Watched(watch.num_checks, watch.freed.num_freed, watch.errors)
-
-
-@pytest.mark.parametrize("settings", [{}, FUSED, FUSED | IN_BACKWARD], ids=str)
-def test_ddp_on_a_stream_of_its_own_gets_whole_gradients(settings: dict[str, Any]) -> None:
-    for watched in run_ranks(_watched_step_of_ddp, 2, settings, True):
-        assert watched.num_checks >= 12
-        assert watched.errors == []
-    for watched in run_ranks(_watched_step_of_ddp, 2, settings, False):
-        assert any("totals: aten." in error for error in watched.errors)
 
 
 def train_with_graphs(
