@@ -57,7 +57,7 @@ def test_place_craft(loads, capsys):
         (["plan", "LOADS", "balance.placement=absent"], "absent does not exist"),
         (
             ["plan", "LOADS", "balance.placement=LOADS"],
-            "is a file of loads, and a file of replicas placed",
+            "holds loads, not replicas placed",
         ),
     ],
 )
@@ -171,7 +171,7 @@ def test_place_sem_moe(routes, capsys):
         ),
         (
             ["place", "sem_moe", "LOADS", "--ranks", 4, "--out", "OUT"],
-            "a file of routes (log",
+            "holds loads, not routes (log",
         ),
     ],
 )
