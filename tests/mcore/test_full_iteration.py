@@ -94,6 +94,8 @@ class OperationsTransport:
         if int(self.failed):
             raise RuntimeError(LATE)
 
+    def cancel(self) -> None: ...
+
     def reset(self) -> None:
         self.failed.zero_()
 
