@@ -175,7 +175,7 @@ class _RunDir:
         """Write a step; its time is that since the step before."""
         now = time.perf_counter()
         seconds, self._written = now - self._written, now
-        line: dict[str, Any] = {"strategy": balance["strategy"]}
+        line: dict[str, Any] = {"strategy": balance["strategy"], "num_ranks": dist.get_world_size()}
         if loss is not None:
             line["loss"] = float(loss)
         if self._is_open:
