@@ -203,12 +203,13 @@ def _stage(stage: Stage, imbalance: float) -> dict[str, Any]:
 def _buffers(config: TrainConfig, counted: DryRun, imbalance: float) -> dict[str, Any] | None:
     """Return the buffers that plans allow, and what they save of a rank's activations."""
     from megatron_ext.trainer.model.dry_run import recommended_buffers
+    from megatron_ext.trainer.validate import expert_shards
 
     buffers = recommended_buffers(config, tokens=counted.tokens)
     if buffers is None or imbalance == 1:
         return None
     # Activations grow with the rows of experts, of which even loads have as many as choices.
-    choices = counted.tokens * config.model.topk
+    choices = counted.tokens * config.model.topk * expert_shards(config)
     most = max(stage.activations[imbalance] - stage.activations[1.0] for stage in counted.stages)
     rows_saved = buffers.usual_rows - buffers.rows
     saved = round(most / (imbalance - 1) * rows_saved / choices)

@@ -24,6 +24,7 @@ from megatron_ext.lab.simulate import NONE, Setting, as_measured, simulate, time
 from megatron_ext.lab.synthetic import generate, make_spec
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.model.shape import shape_of
+from megatron_ext.trainer.validate import expert_shards
 from megatron_ext.transport import Choice, TransportKind, choose_transport
 
 if TYPE_CHECKING:
@@ -79,9 +80,9 @@ class Forecast(NamedTuple):
     replication: Replication | None = None
     """None if the run makes no plans, or has nobody to share with."""
     step: StepForecast | None = None
-    """None where the simulator has no model of the run: with tensor parallelism, with replicas that
-    were placed before, for one EP rank, and for strategies that neither plan nor leave Megatron's
-    layers."""
+    """None where the simulator has no model of the run: with tensor parallelism, also of experts
+    alone, with replicas that were placed before, for one EP rank, and for strategies that neither
+    plan nor leave Megatron's layers."""
 
 
 def forecast(
@@ -100,7 +101,8 @@ def forecast(
     plans = _makes_plans(config)
     is_known = plans or balance.strategy == NONE
     if is_known and config.parallel.ep_size > 1 and not balance.placement:
-        loads = Loads(_loads(config, tokens=dry_run.tokens, imbalance=imbalance))
+        shards = expert_shards(config)  # Each computes the tokens of all.
+        loads = Loads(_loads(config, tokens=shards * dry_run.tokens, imbalance=imbalance))
         asked = Asked(
             # As a layer makes its planner (`LayerBalancer`).
             planning=PlanSettings.of(balance, costs if balance.plans_for_time else None, None),
@@ -109,7 +111,7 @@ def forecast(
         )
         if plans:
             replication = _replication(balance.strategy, stage, loads, asked, costs, hardware)
-        if config.parallel.tp_size == 1:
+        if config.parallel.tp_size == shards == 1:
             step = _step(config, dry_run, loads, asked, hardware)
     return Forecast(costs=costs, replication=replication, step=step)
 

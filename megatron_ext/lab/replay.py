@@ -176,8 +176,9 @@ def make_report(
         `title`, `settings` and the sizes of the trace; `missing_history`, what `missing_history`
         says of these loads; `never_acted`, the strategies without a replica for any load. If
         `expert_bytes` is given, the report has it too, and each strategy has `slot_bytes`, the
-        weights that a rank's slots hold, and two means over the loads: `moved_bytes`, the weights
-        of all replicas, and `sent_bytes`, the weights that the busiest sender sends.
+        weights that all sets of a rank's slots hold, and two means over the loads: `moved_bytes`,
+        the weights of all replicas, also of wasted ones, and `sent_bytes`, the weights of used
+        replicas that the busiest sender sends.
     """
     layers = np.array(loads.layers())
     before = {"imbalance": imbalances(home_loads(loads.load)).numpy()}
@@ -185,11 +186,15 @@ def make_report(
     batch, ranks, experts = loads.load.shape
     strategies: dict[str, dict[str, Any]] = {}
     for name, measured in replayed.items():
-        num_slots = get_strategy(read_name(name)[0]).num_slots(asked.slots, experts // ranks)
+        strategy = get_strategy(read_name(name)[0])
+        num_slots = strategy.num_slots(asked.slots, experts // ranks)
         of = strategies[name] = {"slots": num_slots} | _summarize(measured)
         if expert_bytes is not None:
-            of["slot_bytes"] = expert_bytes * num_slots
-            of["moved_bytes"] = expert_bytes * of["replicas_mean"]
+            # What a layer sends ahead goes into a set of slots of its own, used or not.
+            sets = 2 if strategy.predicts and len(names) > 1 else 1
+            of["slot_bytes"] = expert_bytes * num_slots * sets
+            moved = of["replicas_mean"] + of.get("wasted_replicas_mean", 0.0)
+            of["moved_bytes"] = expert_bytes * moved
             of["sent_bytes"] = expert_bytes * of["max_rank_sends_mean"]
         of["layers"] = {
             str(layer): _summarize(

@@ -42,14 +42,16 @@ def read_shape(name_or_file: str, overrides: Sequence[str]) -> ModelShape:
         begun = [find_file(name, recipes, "model").stem]
 
     from megatron_ext.trainer.compose import load_config
+    from megatron_ext.trainer.validate import expert_shards
 
     try:
         config = load_config(overrides, config_name=begun[0], needs_data=False)
     except ConfigError as error:
         raise ValueError("; ".join(error.problems)) from None
-    if config.parallel.tp_size > 1:
-        raise ValueError(
-            f"parallel.tp_size ({config.parallel.tp_size}) must be 1: tensor parallelism is not "
-            "simulated"
-        )
+    for size, setting in (
+        (config.parallel.tp_size, "parallel.tp_size"),
+        (expert_shards(config), "megatron.expert_tensor_parallel_size"),
+    ):
+        if size > 1:
+            raise ValueError(f"{setting} ({size}) must be 1: tensor parallelism is not simulated")
     return shape_of(config, begun[0])

@@ -27,6 +27,14 @@ def hold_whole_steps(config: Any) -> bool:
     return impl == _FULL or (impl == "local" and _scopes(config)[1] == [_FULL])
 
 
+def hold_routers(config: Any) -> bool:
+    """Whether CUDA graphs of layers hold routers: their replays call no hook of these."""
+    if hold_whole_steps(config) or getattr(config, "cuda_graph_impl", "none") == "none":
+        return False
+    names = _scopes(config)[1]
+    return not names or "moe_router" in names
+
+
 def _scopes(config: Any) -> tuple[str, list[str]]:
     """Return the field that says what the graphs of layers hold, and its names."""
     # The field's name from 0.17 on, and before.

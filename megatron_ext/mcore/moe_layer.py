@@ -572,13 +572,6 @@ class BalancedMoELayer(SharedExpertsLater):
         """Whether this is a layer of multi-token prediction."""
         return self.layer_number > self.config.num_layers
 
-    def set_layer_number(self, layer_number: int) -> None:
-        """Take the number in the model: layers of multi-token prediction follow the decoder's."""
-        super().set_layer_number(layer_number)
-        # Later versions of Megatron count these from 1; the router knows that by itself.
-        if getattr(self, "is_mtp_layer", False):
-            self.layer_number = layer_number + self.config.num_layers
-
     def set_chunk(self, first_layer: int) -> None:
         """Named point: take the number of layers before this chunk; called in the layers' order."""
         self.first_layer_of_chunk = first_layer

@@ -58,6 +58,13 @@ class ObservedMoELayer(NamedStages, GraphsEndBeforePlan):
         self.observers: list[Observer] = []
         """Functions that the layer calls once for every training microbatch, with a report."""
 
+    def set_layer_number(self, layer_number: int) -> None:
+        """Take the number in the model: layers of multi-token prediction follow the decoder's."""
+        super().set_layer_number(layer_number)
+        # Later versions of Megatron count these from 1; the router knows that by itself.
+        if getattr(self, "is_mtp_layer", False):
+            self.layer_number = layer_number + self.config.num_layers
+
     @classmethod
     def shared_by_layers(cls, balance: BalanceConfig) -> dict[str, Any]:
         """Return arguments that all layers of a spec share, besides `balance`."""

@@ -24,8 +24,9 @@ from megatron_ext.files.opening import check_ours
 from megatron_ext.files.run_dir import CONFIG_FILE, LAYERS_FILE, METRICS_FILE
 from megatron_ext.files.whole import write_whole
 from megatron_ext.mcore import process_hooks
-from megatron_ext.mcore.graph_limits import hold_whole_steps
+from megatron_ext.mcore.graph_limits import hold_routers, hold_whole_steps
 from megatron_ext.telemetry.gather import Place, gather_step
+from megatron_ext.telemetry.heartbeat import number_of
 from megatron_ext.telemetry.names import MAX_KEYS, TIERS, shown
 from megatron_ext.telemetry.recorder import LoadRecorder
 from megatron_ext.telemetry.step_lines import StepLines, read_lines
@@ -38,7 +39,8 @@ class StepMetrics:
 
     Every rank makes a `StepMetrics` after the model, also on pipeline stages without MoE layers,
     and before the first step: what a CUDA graph of a whole step captures is counted in its replays.
-    Layers that are not balanced are counted, too, so that an unbalanced run can be compared.
+    Layers that are not balanced are counted, too, so that an unbalanced run can be compared, unless
+    CUDA graphs hold their routers.
 
     Args:
         model: The model's chunks on this rank, wrapped or not.
@@ -60,7 +62,7 @@ class StepMetrics:
             process_hooks.install()
         layers = [part for part in parts if isinstance(part, MoELayer)]
         self._recorder = LoadRecorder((), None)
-        self._last_layer = 0
+        self._last_layer, self._has_warned = 0, False
         self._balance: dict[str, Any] | None = None
         self._place: Place | None = None
         self._run_dir = None if run_dir is None else _RunDir(Path(run_dir))
@@ -69,7 +71,15 @@ class StepMetrics:
 
     def watch(self, layer: Any) -> None:
         """Count this layer, too; called before the first `take`."""
-        self._last_layer = max(self._last_layer, layer.layer_number or 0)
+        if not hasattr(layer, "observers") and hold_routers(layer.config):
+            if not self._has_warned and layer.ep_group.rank() == 0:
+                self._has_warned = True
+                logger.warning(
+                    "warning: MoE layers of Megatron's own are not counted, for CUDA graphs hold "
+                    "their routers (leave moe_router and moe_preprocess out of the graphs)"
+                )
+            return
+        self._last_layer = max(self._last_layer, number_of(layer) or 0)
         if self._balance is None and hasattr(layer, "balance"):
             self._balance = asdict(layer.balance)
         self._recorder.watch(layer)
@@ -165,7 +175,7 @@ class _RunDir:
         """Write a step; its time is that since the step before."""
         now = time.perf_counter()
         seconds, self._written = now - self._written, now
-        line: dict[str, Any] = {"strategy": balance["strategy"]}
+        line: dict[str, Any] = {"strategy": balance["strategy"], "num_ranks": dist.get_world_size()}
         if loss is not None:
             line["loss"] = float(loss)
         if self._is_open:

@@ -27,7 +27,7 @@ from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.reroute import as_map
 from megatron_ext.balance.reruns import can_take_back
 from megatron_ext.balance.stage_times import STAGES, TIMES
-from megatron_ext.telemetry.heartbeat import called_in_forward
+from megatron_ext.telemetry.heartbeat import called_in_forward, number_of
 
 
 class PredictedLoads(NamedTuple):
@@ -107,6 +107,7 @@ class LoadRecorder:
 
     def __init__(self, layers: Iterable[Any], ep_group: dist.ProcessGroup | None) -> None:
         self._ep_group = ep_group
+        self._shard_group: dist.ProcessGroup | None = None
         self._reports: list[LayerReport] = []
         self._counts: list[tuple[int, Tensor]] = []  # Layers and their choices of experts, [E].
         self._held = _Held()
@@ -153,6 +154,7 @@ class LoadRecorder:
             self._observed.append((layer.observers, observer))
         else:
             self._ep_group = self._ep_group or layer.ep_group
+            self._shard_group = layer.token_dispatcher.tp_group
             self._hooks.append(layer.router.register_forward_hook(partial(self._count, layer)))
         ended = partial(self._held.forward_ended, layer)
         self._hooks.append(called_in_forward(layer).register_forward_hook(ended))
@@ -180,6 +182,9 @@ class LoadRecorder:
         if self._counts:
             assert self._ep_group is not None, "Megatron's own layers are counted over a group"
             mine = torch.cat([chosen for _, chosen in self._counts])
+            if self._shard_group is not None and self._shard_group.size() > 1:
+                # Experts compute the tokens of all ranks that hold their shards.
+                dist.all_reduce(mine, group=self._shard_group)
             everyone = [torch.empty_like(mine) for _ in range(self._ep_group.size())]
             dist.all_gather(everyone, mine, group=self._ep_group)
             sizes = [len(chosen) for _, chosen in self._counts]
@@ -211,7 +216,7 @@ class LoadRecorder:
             _, choices = outputs
             chosen = as_map(choices, router.config.num_moe_experts)
             self._held.forward_counted(layer, ("count", len(self._counts)))
-            self._counts.append((layer.layer_number, chosen.sum(0)))
+            self._counts.append((number_of(layer), chosen.sum(0)))
 
     def _own(self, computed: Sequence[Computed]) -> dict[str, float]:
         """Return the numbers `OWN` of this step, and begin the next step."""

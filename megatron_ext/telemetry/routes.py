@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron_ext.balance.reroute import as_map
 from megatron_ext.files.routes import Routes, read_routes, write_routes
+from megatron_ext.telemetry.heartbeat import number_of
 from megatron_ext.telemetry.step_files import StepFiles
 
 ROUTES_FOLDER = "routes"
@@ -56,7 +57,7 @@ class RouteRecorder:
         # This step's tokens and choices, by microbatch. All chunks have the same tokens; the first
         # chunk's are recorded.
         self._tokens: list[Tensor] = []
-        self._layers = tuple(sorted(layer.layer_number for layer in layers))
+        self._layers = tuple(sorted(map(number_of, layers)))
         self._choices: dict[int, list[Tensor]] = {number: [] for number in self._layers}
         # Tokens and choices of the steps since the last file.
         self._step_tokens: list[Tensor] = []
@@ -66,7 +67,7 @@ class RouteRecorder:
             files.change(path, drop)
         self._hooks = [chunks[0].register_forward_pre_hook(self._see_tokens)]
         self._hooks += [
-            layer.router.register_forward_hook(partial(self._see_choices, layer.layer_number))
+            layer.router.register_forward_hook(partial(self._see_choices, number_of(layer)))
             for layer in layers
         ]
 

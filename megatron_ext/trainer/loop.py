@@ -82,7 +82,10 @@ class Training:
         self.layers: dict[str, Any] = {}
         """The last step's line of `layers.jsonl`, equal on all ranks."""
         heartbeat.note_layers(layers)
-        self._records = list(_records(config, layers, self.chunks, self.step, manifest.vocab_size))
+        self._records: list[TraceWriter | RouteRecorder] = []
+        # One rank of each pipeline stage writes.
+        if self._place.speaks and self._place.group == 0:
+            self._records += _records(config, layers, self.chunks, self.step, manifest.vocab_size)
         profile = config.profile
         self.profile = StepProfile(
             Path(config.run_dir), first=profile.first, steps=profile.steps, ranks=profile.ranks
@@ -265,13 +268,9 @@ class Training:
 def _records(
     config: TrainConfig, layers: list[Any], chunks: list[Any], start_step: int, vocab_size: int
 ) -> Iterator[TraceWriter | RouteRecorder]:
-    """Yield what writes loads and choices of this rank's pipeline stage, on one rank of each."""
+    """Yield what writes loads and choices of this rank's pipeline stage."""
     options = config.logging
-    is_first = (
-        parallel_state.get_expert_model_parallel_rank() == 0
-        and parallel_state.get_expert_data_parallel_rank() == 0
-    )
-    if not (options.trace_steps and is_first):
+    if not options.trace_steps:
         return
 
     def files(folder: str) -> StepFiles:

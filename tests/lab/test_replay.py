@@ -136,6 +136,15 @@ def test_bytes_by_hand():
     assert "expert_bytes" not in unknown
 
 
+def test_bytes_that_are_sent_ahead(trace):
+    """Layers send ahead into two sets of slots in turn, also what is then not used."""
+    measured = dict(run(trace, "libra")["libra"])
+    measured["wasted_replicas"] = np.full(len(trace), 3.0)
+    of = make_report(trace, {"libra": measured}, ask(), expert_bytes=10)["strategies"]["libra"]
+    assert of["slot_bytes"] == 2 * 10
+    assert of["moved_bytes"] == 10 * (of["replicas_mean"] + 3)
+
+
 def check_out(out, overwrite=False):
     options.check_out(Namespace(out=out, overwrite=overwrite), *FILES)
 

@@ -499,6 +499,19 @@ def test_shape_of_a_recipe():
     assert read_shape("gpt_8x64e", []).num_microbatches == 16
     with pytest.raises(ValueError, match=r"parallel.tp_size \(2\) must be 1"):
         read_shape("quickstart", ["parallel.tp_size=2", "data.path=nowhere"])
+    with pytest.raises(ValueError, match=r"expert_tensor_parallel_size \(2\) must be 1"):
+        read_shape("qwen3_30b", ["+megatron.expert_tensor_parallel_size=2"])
+
+
+def test_shape_by_settings_of_megatron():
+    plain = read_shape("qwen3_30b", [])
+    latent = read_shape("qwen3_30b", ["+megatron.moe_latent_size=512"])
+    # A token goes into the latent width and back once, and meets 8 experts of 3 matrices.
+    saved = 8 * 3 * 768 * (2048 - 512) - 2 * 2048 * 512
+    assert plain.token_flops - latent.token_flops == 48 * 2 * saved
+    assert (latent.expert_params, latent.token_bytes) == (3 * 512 * 768, 2 * 512)
+    every_second = read_shape("qwen3_30b", ["+megatron.moe_layer_freq=2"])
+    assert (every_second.num_moe_layers, every_second.num_dense_layers) == (24, 24)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ replaced (`graphs.py`).
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -311,6 +313,37 @@ def test_a_replay_repeats_numbers_of_the_host_and_reads_memory_anew() -> None:
         found.append((flag.item(), counter.item()))
     assert found == [(1, 2), (1, 3)]
     assert unset.isnan().all()
+
+
+def _metrics_of_stock_layers(rank: int, scopes: tuple[str, ...]) -> tuple[list[str], set[bool]]:
+    """Return the warnings, and whether steps have metrics, before and after a capture."""
+    from megatron_ext import StepMetrics, balance_spec
+
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_ext").addHandler(handler)
+    spec = partial(balance_spec, balance=BalanceConfig(strategy="none"))
+    gpt = build_gpt(ep=2, spec_transform=spec, **with_graphs(*scopes))
+    steps = StepMetrics(gpt.chunks)
+    found = set()
+    for step in range(3):
+        gpt.train_step(step, num_microbatches=2)
+        found.add(bool(steps.take()))
+        if step == 0:
+            graph_layers(gpt, 2)
+    steps.close()
+    logging.getLogger("megatron_ext").removeHandler(handler)
+    return said, found
+
+
+def test_stock_layers_whose_routers_are_in_graphs_are_not_counted() -> None:
+    """Replays call no hook of a router, and a capture is no training."""
+    (said, found), (nothing, others) = run_ranks(_metrics_of_stock_layers, 2, ("moe_router",))
+    assert len(said) == 1
+    assert "are not counted, for CUDA graphs hold their routers" in said[0]
+    assert (nothing, found, others) == ([], {False}, {False})
+    assert run_ranks(_metrics_of_stock_layers, 2, ("attn",)) == [([], {True})] * 2
 
 
 def _stock_router(rank: int, dispatcher: str) -> float:

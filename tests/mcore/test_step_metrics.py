@@ -112,6 +112,52 @@ def test_a_loop_of_ones_own_logs_all_ranks_and_layers(strategy: str, tmp_path: P
             assert logged.value == pytest.approx(value, rel=1e-6)
 
 
+def _train_once(rank: int, strategy: str, case: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a step, and the router's choices: by layer and microbatch, of all
+    tokens, the assignments to the experts of each EP rank."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    balanced = partial(megatron_ext.balance_spec, balance=BalanceConfig(strategy=strategy))
+    gpt = build_gpt(num_layers=LAYERS, ep=2, spec_transform=balanced, **case)
+    chosen: dict[int, list[list[int]]] = {}
+
+    def count(layer: int, router: Any, inputs: Any, outputs: Any) -> None:
+        chosen.setdefault(layer, []).append(outputs[1].sum(0).view(2, -1).sum(1).tolist())
+
+    numbers = iter(range(LAYERS + 1, LAYERS + 9))
+    for chunk in gpt.chunks:
+        for name, layer in chunk.named_modules():
+            if isinstance(layer, MoELayer):
+                number = next(numbers) if "mtp." in name else layer.layer_number
+                layer.router.register_forward_hook(partial(count, number))
+    steps = megatron_ext.StepMetrics(gpt.chunks)
+    gpt.forward_backward(1, num_microbatches=MICROBATCHES)
+    metrics = steps.take(tier="detailed")
+    steps.close()
+    return {"metrics": metrics, "chosen": chosen}
+
+
+@pytest.mark.parametrize("strategy", ["none", "quota", "ideal"])
+@pytest.mark.parametrize(
+    ("layers", "case"), [(2, dict(tp=2, etp=2)), (3, dict(pp=2, mtp_num_layers=1))]
+)
+def test_all_shards_and_predicting_layers_are_counted(
+    strategy: str, layers: int, case: dict[str, Any]
+) -> None:
+    """Experts compute the tokens of all shards. Layers that predict further tokens follow the
+    decoder's: their loads are not those of layer 1, which is on another stage."""
+    results = run_ranks(_train_once, 4, strategy, case)
+    for layer in range(1, layers + 1):
+        of_ranks = [each["chosen"][layer] for each in results if layer in each["chosen"]]
+        # Of the tensor-parallel case, whose ranks are one EP group of two shards each.
+        loads = torch.tensor(of_ranks).sum(0)
+        by_hand = (2 * loads.amax(1) / loads.sum(1)).mean().item()
+        found = results[0]["metrics"][f"balance/imbalance_before_layer_{layer}"]
+        expected = by_hand if strategy != "ideal" else 1.0
+        assert found == pytest.approx(expected, abs=0.05 * (strategy == "ideal") + 1e-6)
+    assert f"balance/imbalance_before_layer_{layers + 1}" not in results[0]["metrics"]
+
+
 def test_a_model_that_is_no_list_and_a_tier_that_is_none_are_refused() -> None:
     with pytest.raises(TypeError, match=r"not a Identity: give \[model\]"):
         megatron_ext.StepMetrics(torch.nn.Identity())

@@ -184,7 +184,7 @@ def _semantics(path: Path) -> Path:
 def test_run_directory(data: Path, tmp_path: Path) -> None:
     run_ranks(_train, 2, [*overrides(data, tmp_path), "steps=3"])
     for line in read_metrics(tmp_path):
-        assert line.keys() <= {"step", "strategy", *METRICS}
+        assert line.keys() <= {"step", "strategy", "num_ranks", *METRICS}
         assert line.keys() >= {
             *("step", "loss", "grad_norm", "skipped", "lr", "tokens_per_s", "step_ms"),
             *("imbalance_before", "imbalance_after", "replicas"),

@@ -66,7 +66,6 @@ class RunLog:
         run_dir = Path(config.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self._config_file = run_dir / CONFIG_FILE
-        self._strategy = config.balance.strategy
         self._config = f"defaults: [{SCHEMA}, _self_]\n"  # So the file is a recipe, too.
         self._config += OmegaConf.to_yaml(OmegaConf.structured(config))
         write_whole(self._config_file, [self._config])
@@ -76,6 +75,9 @@ class RunLog:
         self._has_steps = False
         self._sinks: dict[str, Sink] = {}
         facts = {**about_this_run(), **(settled or {})}
+        # A run may continue with another strategy, and on another number of ranks.
+        self._of_start: dict[str, Any] = {"strategy": config.balance.strategy}
+        self._of_start |= {name: facts[name] for name in ("num_ranks",) if name in facts}
         write_whole(run_dir / ABOUT_FILE, [json_text(facts, indent=2), "\n"])
         for name, sink in SINKS.items():
             if sink.is_wanted(config.logging):
@@ -94,7 +96,7 @@ class RunLog:
 
     def write(self, metrics: dict[str, Any], layers: Mapping[str, Any] | None = None) -> None:
         """Write a step, whose number is the value `step`; on a full disk later, with a warning."""
-        self._metrics.write({**metrics, "strategy": self._strategy})
+        self._metrics.write({**metrics, **self._of_start})
         if layers is not None:
             self._layers.write(layers)
         costs = [

@@ -31,7 +31,7 @@ _POSITIVE = limits(least=1)
 
 @dataclass(kw_only=True)
 class ModelShape:
-    """A model and how its training is spread. All but the first two have to be given.
+    """A model and how its training is spread. What has no default has to be given.
 
     FLOPs below are those of one forward; a backward has twice as many (UltraEP, Eq. 3).
     """
@@ -40,6 +40,8 @@ class ModelShape:
     num_dense_layers: int = setting(0, least=0)
     """Layers with one FFN of `dense_hidden_size` instead of experts."""
     dense_hidden_size: int = setting(0, least=0)
+    latent_size: int = setting(0, least=0)
+    """Width in which tokens go to experts and back, where it is not `hidden_size`; else 0."""
     num_layers: int = field(metadata=_POSITIVE)
     hidden_size: int = field(metadata=_POSITIVE)
     attention_params: int = field(metadata=_POSITIVE)
@@ -96,19 +98,20 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a hidden state."""
-        return self.element_bytes * self.hidden_size
+        """Bytes of a token on its way to an expert."""
+        return self.element_bytes * (self.latent_size or self.hidden_size)
 
     @property
     def expert_params(self) -> int:
         """Weights of one expert."""
-        return self._ffn_params(self.expert_hidden_size)
+        return self._ffn_params(self.expert_hidden_size, self.latent_size)
 
     @property
     def moe_dense_params(self) -> int:
         """Weights of a MoE layer that every rank has: attention, router, shared expert."""
-        router = self.hidden_size * self.num_experts
-        return self.attention_params + router + self.shared_expert_params
+        # The router, and the way into the latent width and back.
+        beside = self.hidden_size * (self.num_experts + 2 * self.latent_size)
+        return self.attention_params + beside + self.shared_expert_params
 
     @property
     def shared_expert_params(self) -> int:
@@ -120,8 +123,8 @@ class ModelShape:
         """Weights of a layer without experts."""
         return self.attention_params + self._ffn_params(self.dense_hidden_size)
 
-    def _ffn_params(self, width: int) -> int:
-        return (3 if self.is_gated else 2) * self.hidden_size * width
+    def _ffn_params(self, width: int, latent_size: int = 0) -> int:
+        return (3 if self.is_gated else 2) * (latent_size or self.hidden_size) * width
 
     @property
     def expert_flops(self) -> float:
@@ -164,22 +167,27 @@ def shape_of(config: TrainConfig, name: str) -> ModelShape:
     microbatches are counted for the ranks of the recipe, or else for as many data-parallel ranks as
     the EP group has. Layers that predict further tokens (MTP) are left out.
     """
-    from megatron_ext.trainer.model.settings import recipe_of  # Imports Megatron.
+    # They import Megatron.
+    from megatron_ext.trainer.model.settings import recipe_of, transformer_config, unquantized
 
     model, parallel, data = config.model, config.parallel, config.data
+    megatron: Any = transformer_config(unquantized(config))
+    if isinstance(has_experts := megatron.moe_layer_freq, int):
+        has_experts = [int(layer % has_experts == 0) for layer in range(model.num_layers)]
     vocab_size = model.vocab_size
     if not vocab_size and (manifest := find_data(config)):
         vocab_size = padded_vocab_size(manifest.vocab_size, tensor_parallel=1)
-    attention_params, attention_width = _attention(config)
+    attention_params, attention_width = _attention(megatron)
     data_parallel = max(
         parallel.num_ranks // (parallel.tp_size * parallel.pp_size), parallel.ep_size
     )
     return ModelShape(
         name=name,
         num_layers=model.num_layers,
-        num_dense_layers=model.num_dense_layers,
+        num_dense_layers=model.num_layers - sum(has_experts),
         dense_hidden_size=model.dense_hidden_size or model.expert_hidden_size,
         hidden_size=model.hidden_size,
+        latent_size=megatron.moe_latent_size or 0,
         attention_params=attention_params,
         attention_width=attention_width,
         num_experts=model.num_experts,
@@ -198,10 +206,8 @@ def shape_of(config: TrainConfig, name: str) -> ModelShape:
     )
 
 
-def _attention(config: TrainConfig) -> tuple[int, int]:
-    from megatron_ext.trainer.model.settings import transformer_config, unquantized
-
-    megatron: Any = transformer_config(unquantized(config))
+def _attention(megatron: Any) -> tuple[int, int]:
+    """Return weights and width of a layer's attention, by Megatron's config."""
     hidden, heads = megatron.hidden_size, megatron.num_attention_heads
     if megatron.multi_latent_attention:
         position, value = megatron.qk_pos_emb_head_dim, megatron.v_head_dim

@@ -72,8 +72,13 @@ def summarize_read(runs: Mapping[str, Run]) -> dict[str, dict[str, Any]]:
     summaries = summarize_runs({name: run.metrics for name, run in runs.items()}, against)
     for name, of in summaries.items():
         run = runs[name]
-        times = [ms for ms in column(run.metrics, "step_ms") if not math.isnan(ms)]
-        of["rank_hours"] = run.num_ranks * sum(times) / 3.6e6 if times else math.nan
+        # Steps of an older version do not name their ranks.
+        rank_ms = [
+            number(step.get("num_ranks", run.num_ranks)) * ms
+            for step, ms in zip(run.metrics, column(run.metrics, "step_ms"), strict=True)
+            if not math.isnan(ms)
+        ]
+        of["rank_hours"] = sum(rank_ms) / 3.6e6 if rank_ms else math.nan
         of["mfu"] = 1e12 * of["tflops_per_gpu"] / run.peak_flops_per_s
     return summaries
 

@@ -122,6 +122,11 @@ def test_rank_hours_and_mfu_are_said_where_the_files_know_them(runs: dict[str, R
     assert found["quota"]["mfu"] == pytest.approx(0.4)
     assert [run for run in found if math.isnan(found[run]["mfu"])] == ["none", "ideal"]
     assert math.isnan(found["ideal"]["rank_hours"])
+    # It continued on twice as many ranks.
+    grown = [{**step, "num_ranks": 4 if step["step"] <= 10 else 8} for step in metrics]
+    fewer = sum(step["step_ms"] for step in grown[:10])
+    (run,) = summarize_read({"": Run(grown, None, {}, {"num_ranks": 8}, [])}).values()
+    assert run["rank_hours"] == pytest.approx((8 * milliseconds - 4 * fewer) / 3.6e6)
     header, rows = cells(found)
     assert header[5:8] == ("TFLOP/s a rank", "MFU", "rank hours")
     assert [row[5:8] for row in rows] == [
