@@ -257,6 +257,22 @@ def _read_origin(folder: Path, metadata: Any) -> tuple[int | None, dict[str, int
     return step, {name: size for name, size in sizes.items() if isinstance(size, int)}
 
 
+def router_groups(folder: Path, metadata: Any) -> int:
+    """Return among how many groups of neighboring experts routers choose; 1 if nothing says so."""
+    try:
+        if (folder / RUN_FILE).is_file():
+            said = read_run(folder)
+        else:
+            said = _read_common(folder, metadata)
+            arguments = getattr(said.get("args"), "__dict__", {})
+            if arguments.get("moe_router_group_topk"):
+                said = {"router_groups": arguments.get("moe_router_num_groups")}
+        groups = said.get("router_groups")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return 1
+    return groups if isinstance(groups, int) and groups > 1 else 1
+
+
 def sizes_of_pieces(table: Any) -> dict[tuple[str, tuple[int, ...]], tuple[int, ...]]:
     """Return the sizes of the pieces of all tensors, by name and where the piece begins in it."""
     return {

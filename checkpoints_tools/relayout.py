@@ -21,7 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from checkpoints_tools.contents import is_of_optimizer, read_metadata, sizes_of_pieces
+from checkpoints_tools.contents import (
+    is_of_optimizer,
+    read_metadata,
+    router_groups,
+    sizes_of_pieces,
+)
 from checkpoints_tools.folder import (
     CHECKSUMS_FILE,
     TABLE_FILE,
@@ -45,7 +50,7 @@ _THREADS = 4
 _PIECE_BYTES = 16 << 20
 PARTS = re.compile(
     r"(?P<before>^|.*\.)decoder\.layers\.(?:(?P<layer>\d+)\.)?mlp\."
-    r"(?:router\.(?P<router>weight|bias|expert_bias)"
+    r"(?:router\.(?P<router>weight|bias|expert_bias|qb_beta)"
     r"|experts\.experts\.(?:(?P<expert>\d+)\.)?linear_fc\d\.(?:weight|bias))$"
 )
 
@@ -152,8 +157,9 @@ def prepare_relayout(
 
     Raises:
         FileExistsError: `out` exists.
-        ValueError: The checkpoint is damaged, has other layers or experts, or stores experts or the
-            optimizer's state in a way that this function cannot take apart.
+        ValueError: The checkpoint is damaged, has other layers or experts, has routers that choose
+            among groups which the order would part, or stores experts or the optimizer's state in a
+            way that this function cannot take apart.
     """
     folder, out = newest_of(Path(path)), Path(out)
     if out.exists():
@@ -164,6 +170,7 @@ def prepare_relayout(
     layouts = {number: order.tolist() for number, order in expert.items()}
     changes = list(_find_changes(folder, table, layouts))
     _check_complete(folder, table, changes, layouts)
+    _check_groups(folder, router_groups(folder, table), layouts)
     copied = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     copied = [name for name in copied if name not in (TABLE_FILE, CHECKSUMS_FILE)]
     routers = [change.index for change in changes if change.rows is not None]
@@ -274,6 +281,19 @@ def _check_complete(
             f"{folder}: the optimizer's state is not stored parameter by parameter; save it so, or "
             "without the optimizer"
         )
+
+
+def _check_groups(folder: Path, num_groups: int, layouts: Mapping[int, list[int]]) -> None:
+    """Check that neighboring experts, of which a router chooses groups, stay neighbors."""
+    for number, order in layouts.items():
+        size = max(1, len(order) // num_groups)
+        groups = [expert // size for expert in order]
+        if any(len({*groups[first:][:size]}) > 1 for first in range(0, len(order), size)):
+            raise ValueError(
+                f"{folder}: layer {number}: its router chooses among {num_groups} groups of "
+                "neighboring experts, and the layout parts them; `place eplb` with as many "
+                "--groups and --nodes does not"
+            )
 
 
 def _write_rows(folder: Path, metadata: Any, change: _Change, file: Any) -> Any:

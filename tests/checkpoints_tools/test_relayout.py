@@ -1,5 +1,6 @@
 """A checkpoint with experts moved, loaded by Megatron (one gloo rank), against what was saved."""
 
+import argparse
 import multiprocessing
 import os
 import shutil
@@ -7,6 +8,8 @@ import signal
 
 import numpy as np
 import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
 
 from checkpoints_tools import compare, find_problems, prepare_relayout, read_contents, relayout
 from checkpoints_tools.folder import hash_file, verify
@@ -14,16 +17,31 @@ from tests.ranks import run_ranks
 
 ORDER = {1: np.array([4, 0, 5, 2, 1, 3]), 2: np.array([1, 0, 2, 3, 5, 4])}
 STYLES = ("together", "each expert")
+BIASES = {
+    "expert_bias": dict(
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_load_balancing_type="none",
+    )
+}
+"""Routers that choose by a bias of each expert, by its name."""
+if hasattr(TransformerConfig, "moe_router_quantile_balancing_ema"):  # From megatron-core 0.19 on.
+    BIASES["qb_beta"] = dict(
+        moe_router_load_balancing_type="quantile_balancing", micro_batch_size=3
+    )
 
 
-def _save(rank: int, folder: str) -> list[list[float]]:
+def _save(rank: int, folder: str, bias: str = "") -> list[list[float]]:
     """Save a model in each style; return what it computes."""
     from megatron.core import dist_checkpointing
 
     from tests.gpt import build_gpt
 
-    gpt = build_gpt(num_layers=2, experts=6)
+    gpt = build_gpt(num_layers=2, experts=6, **BIASES.get(bias, {}))
     gpt.train_step(0)
+    for module in gpt.chunks[0].modules():
+        if bias and (biases := dict(module.named_buffers(recurse=False)).get(bias)) is not None:
+            biases.copy_(torch.tensor([0.5, -0.5, 0.3, -0.3, 0.1, -0.1]))
     for style in STYLES:
         os.makedirs(f"{folder}/{style}")
         state = gpt.chunks[0].module.sharded_state_dict(
@@ -33,13 +51,15 @@ def _save(rank: int, folder: str) -> list[list[float]]:
     return _outputs(gpt)
 
 
-def _load(rank: int, folder: str) -> tuple[list[list[float]], dict[str, list[float]]]:
+def _load(
+    rank: int, folder: str, bias: str = ""
+) -> tuple[list[list[float]], dict[str, list[float]]]:
     """Load one into a model of other weights; return what it computes, and some of its weights."""
     from megatron.core import dist_checkpointing
 
     from tests.gpt import build_gpt
 
-    gpt = build_gpt(num_layers=2, experts=6, seed=1)
+    gpt = build_gpt(num_layers=2, experts=6, seed=1, **BIASES.get(bias, {}))
     before = _outputs(gpt)
     module = gpt.chunks[0].module
     state = module.sharded_state_dict(
@@ -53,8 +73,6 @@ def _load(rank: int, folder: str) -> tuple[list[list[float]], dict[str, list[flo
 
 
 def _outputs(gpt) -> list[list[float]]:
-    import torch
-
     gpt.seed = 7  # Of the tokens.
     with torch.no_grad():
         (report,) = gpt.forward_backward(forward_only=True)
@@ -85,6 +103,26 @@ def test_the_model_computes_the_same(saved, style, tmp_path):
             assert weights[name(place)] == before[name(expert)]
     router = "decoder.layers.0.mlp.router.weight"
     assert weights[router] != before[router]
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_biases_move_with_their_experts(bias, tmp_path):
+    (outputs,) = run_ranks(_save, 1, str(tmp_path), bias)
+    relayout(tmp_path / "together", ORDER, tmp_path / "moved")
+    ((found, _),) = run_ranks(_load, 1, str(tmp_path / "moved"), bias)
+    np.testing.assert_allclose(found, outputs, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_that_a_router_chooses_among_stay_together(saved, tmp_path):
+    shutil.copytree(saved[0] / "together", tmp_path / "grouped")
+    arguments = argparse.Namespace(moe_router_num_groups=2, moe_router_group_topk=1)
+    torch.save({"args": arguments}, tmp_path / "grouped" / "common.pt")
+    with pytest.raises(ValueError, match="layer 1: its router chooses among 2 groups of neighbor"):
+        relayout(tmp_path / "grouped", ORDER, tmp_path / "parted")
+    relayout(tmp_path / "grouped", {2: np.array([5, 3, 4, 1, 0, 2])}, tmp_path / "moved")
+    arguments.moe_router_group_topk = None
+    torch.save({"args": arguments}, tmp_path / "grouped" / "common.pt")
+    relayout(tmp_path / "grouped", ORDER, tmp_path / "free")
 
 
 def test_layers_that_are_not_named_stay(saved, tmp_path):

@@ -120,6 +120,7 @@ class Checkpoints:
             self._give_up(step, problem)
             return
         in_background = self._config.checkpoint.asynchronous
+        megatron = transformer_config(self._config)
         run = {
             "step": step,
             "optimizer_steps": adam_steps(self._optimizer),
@@ -130,7 +131,8 @@ class Checkpoints:
                 for name in ("tp_size", "pp_size", "ep_size")
             },
             "model": model_shape(self._config),
-            "layers": transformer_config(self._config).transformer_impl,
+            "layers": megatron.transformer_impl,
+            "router_groups": megatron.moe_router_group_topk and megatron.moe_router_num_groups,
         }
         state = saved_state(self._chunks, self._optimizer)
         writer = CheckpointWriter(state, self._unfinished(step), in_background=in_background)

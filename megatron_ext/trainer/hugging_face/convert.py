@@ -113,7 +113,7 @@ def importing(source: Path, out: Path) -> Iterator[Conversion]:
                 for task in tasks:
                     on_bytes(file.add(model.pieces(task.param_name, model.imported(task, tensors))))
                 file.add_objects(model.objects)
-                file.finish()
+                file.finish(model.settings["megatron"].get("moe_router_num_groups"))
             text = recipe_text(
                 model.settings,
                 checkpoint=str((out / CHECKPOINT).absolute()),
@@ -258,12 +258,13 @@ class _CheckpointFile:
     def flush(self) -> None:
         """See `write`."""
 
-    def finish(self) -> None:
+    def finish(self, router_groups: int | None) -> None:
         """Write everything else of a checkpoint of step 0, and have it all on the disk."""
         self._file.close()
         table = Metadata({**self._tensors, **self._objects}, storage_data=self._places)
         (self._folder / TABLE_FILE).write_bytes(pickle.dumps(table))
-        torch.save({"iteration": 0}, self._folder / COMMON_FILE)
+        common = {"iteration": 0, "router_groups": router_groups}
+        torch.save(common, self._folder / COMMON_FILE)
         save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
         sync(self._folder / _DATA_FILE)
         seal(self._folder, {_DATA_FILE: self._hasher.checksum()})
