@@ -134,9 +134,10 @@ def read_run(folder: Path) -> dict[str, Any]:
         ValueError: It is missing or damaged.
     """
     run = _read_json(folder / RUN_FILE)
-    step = run.get("step")
-    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**63:
-        raise ValueError(f"{RUN_FILE} is damaged: it has no step")
+    numbers = {"step": run.get("step"), "consumed_samples": run.get("consumed_samples", 0)}
+    for name, number in numbers.items():
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**63:
+            raise ValueError(f"{RUN_FILE} is damaged: it has no {name}")
     for name in ("model", "parallel"):
         if not isinstance(run.get(name, {}), dict):
             raise ValueError(f"{RUN_FILE} is damaged: {name} is no mapping")

@@ -162,7 +162,8 @@ class DataConfig(Section, name="data"):
     micro_batch_size: int = setting(4, least=1)
     """Samples that a rank computes at a time."""
     global_batch_size: int = setting(8, least=1)
-    """Samples of an optimizer step, over all ranks."""
+    """Samples of an optimizer step, over all ranks. A run may go on with another number: the next
+    step takes the samples that follow those of the checkpoint."""
 
     affinity: str = ""
     """File of `megatron-ext place`: the samples of a step go to the ranks that have the experts

@@ -73,7 +73,7 @@ class Training:
         self.stop = StopRequest()
         self.checkpoints = Checkpoints(config, self.chunks, self.optimizer)
         heartbeat.note("load")
-        self.step = self.checkpoints.load_newest()
+        self.step, self.consumed_samples = self.checkpoints.load_newest()
         self.scheduler = build.build_scheduler(config, self.optimizer, self.step)
         layers = build.moe_layers(self.chunks)
         self.recorder = LoadRecorder(layers, parallel_state.get_expert_model_parallel_group())
@@ -91,8 +91,7 @@ class Training:
             Path(config.run_dir), first=profile.first, steps=profile.steps, ranks=profile.ranks
         )
         train_data = build.dataset(config, manifest, "train")
-        consumed_samples = self.step * config.data.global_batch_size
-        self._batches = self._read(train_data, consumed_samples, build.reader(config))
+        self._batches = self._read(train_data, self.consumed_samples, build.reader(config))
         self._validation = (
             build.dataset(config, manifest, "validation") if config.eval_every else None
         )
@@ -167,6 +166,7 @@ class Training:
         step_s = time.perf_counter() - started
 
         self.step += 1
+        self.consumed_samples += self.config.data.global_batch_size
         loads = self.recorder.take_step()
         for record in self._records:
             record.write(self.step, loads.computed)
@@ -182,7 +182,7 @@ class Training:
             "loss": loss / num_losses,
             "grad_norm": grad_norm,
             "skipped": 0 if made else 1,
-            "tokens": self.step * self._step_tokens,
+            "tokens": self.consumed_samples * self.config.data.sequence_length,
             "lr": self.optimizer.param_groups[0]["lr"],
             "tokens_per_s": tokens_per_s,
             "step_ms": 1e3 * step_s,
@@ -200,7 +200,7 @@ class Training:
             record.flush()
         with build.whole_parameters(self.config, self.chunks):
             if self.guard.may_save(self.step):
-                self.checkpoints.save(self.step)
+                self.checkpoints.save(self.step, self.consumed_samples)
 
     def _write_profile(self) -> None:
         heartbeat.note("profile")

@@ -57,7 +57,7 @@ def scheduled_microbatches(
 
     The global batches are those of `microbatches`, sample by sample. Every rank reads the whole
     global batch to find its own samples. Data-parallel rank d is rank d mod R of its EP group; R
-    divides the data-parallel ranks. `consumed_samples` is a multiple of the global batch.
+    divides the data-parallel ranks.
     """
     ep_ranks = np.arange(data_parallel_size) % affinity.shape[1]
     for start in itertools.count(consumed_samples, global_batch_size):

@@ -72,18 +72,24 @@ class Checkpoints:
         self._newest_step: int | None = None
         self._damaged: dict[Path, str] = {}
 
-    def load_newest(self) -> int:
-        """Load the newest checkpoint that is whole; return its step, 0 if the run begins anew."""
+    def load_newest(self) -> tuple[int, int]:
+        """Load the newest checkpoint that is whole.
+
+        Returns:
+            Its step, and the samples that were trained on until then; zeros if the run begins anew.
+        """
         checkpoint = self._choose()
         if checkpoint is None:
-            return 0
+            return 0, 0
+        batch = self._config.data.global_batch_size
         if not (checkpoint / RUN_FILE).exists():
-            return self._start_from(checkpoint)
+            step = self._start_from(checkpoint)
+            return step, step * batch
         run = read_run(checkpoint)
         read = partial(self._read, checkpoint, run.get("layers", "local"))
         load_state(self._chunks, self._optimizer, run, read)
         logger.info("continuing from %s", checkpoint)
-        return int(run["step"])
+        return run["step"], run.get("consumed_samples", run["step"] * batch)
 
     def _start_from(self, checkpoint: Path) -> int:
         """Load a checkpoint of another Megatron program; return its iteration."""
@@ -110,8 +116,8 @@ class Checkpoints:
             own = fit_to_saved(wanted, load_sharded_metadata(str(checkpoint)))
         return merge(dist_checkpointing.load(wanted, str(checkpoint)), own)
 
-    def save(self, step: int) -> None:
-        """Save the state after `step` steps, or begin to with `checkpoint.asynchronous`.
+    def save(self, step: int, consumed_samples: int) -> None:
+        """Save the state after steps and samples, or begin to with `checkpoint.asynchronous`.
 
         A checkpoint that cannot be saved is warned of and left out, unless `checkpoint.required`.
         """
@@ -124,7 +130,7 @@ class Checkpoints:
         run = {
             "step": step,
             "optimizer_steps": adam_steps(self._optimizer),
-            "consumed_samples": step * self._config.data.global_batch_size,
+            "consumed_samples": consumed_samples,
             "num_ranks": dist.get_world_size(),
             "parallel": {
                 name: getattr(self._config.parallel, name)

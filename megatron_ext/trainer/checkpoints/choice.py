@@ -97,12 +97,20 @@ def distrust(checkpoint: Path, problem: str) -> str:
 
 
 def model_differences(config: TrainConfig, checkpoint: Path) -> list[str]:
-    """Return the differences between the checkpoint's model and the run's, one line each."""
+    """Return why the run cannot go on from the checkpoint's model or samples, one line each."""
     if not (checkpoint / RUN_FILE).exists():  # Ranks compare it with the model they made.
         return []
     # A checkpoint from before a setting existed has what is its default now.
-    saved = asdict(ModelConfig()) | read_run(checkpoint).get("model", {})
-    return [
+    run = read_run(checkpoint)
+    saved = asdict(ModelConfig()) | run.get("model", {})
+    problems = []
+    size, samples = config.data.micro_batch_size, run.get("consumed_samples", 0)
+    if samples % size:
+        problems.append(
+            f"data.micro_batch_size ({size}) must divide {samples}, the samples before the "
+            f"checkpoint {checkpoint}"
+        )
+    return problems + [
         f"model.{name} ({value}) must be {saved[name]}, as in the checkpoint {checkpoint}"
         for name, value in model_shape(config).items()
         if saved[name] != value

@@ -19,17 +19,21 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from checkpoints_tools import read_contents, verify
+from checkpoints_tools import prepare_relayout, read_contents, verify
 from checkpoints_tools.folder import find_damage
 from megatron_ext.config import ConfigError
+from megatron_ext.files.routes import read_routes
 from megatron_ext.trainer.checkpoints.choice import find_checkpoint
 from megatron_ext.trainer.compose import load_config
+from megatron_ext.trainer.data import open_data
 from megatron_ext.trainer.logs.run_log import read_metrics
+from megatron_ext.trainer.model import build
 from megatron_ext.trainer.ranks.launch import NO_RESTART
 from megatron_ext.trainer.validate import validate
 from tests.cli.command import run as run_command
@@ -439,7 +443,7 @@ def _train_saving_first(rank: int, arguments: list[str]) -> None:
 
     def step(training: Training) -> dict[str, float]:
         if training.step == 0:
-            training.checkpoints.save(0)
+            training.checkpoints.save(0, 0)
         return train_step(training)
 
     Training.train_step = step
@@ -475,6 +479,35 @@ def test_a_checkpoint_before_the_first_step(
     load = f"checkpoint.load={later / 'checkpoints' / 'step_00000002'}"
     run_ranks(_train, 2, [*from_step_2, load])
     assert read_metrics(tmp_path / "last")[-1]["loss"] == _losses(undisturbed)[-1]
+
+
+def test_a_run_with_another_batch_goes_on_in_the_data(data: Path, tmp_path: Path) -> None:
+    settings = [
+        *overrides(data, tmp_path),
+        "parallel.ep_size=1",
+        "checkpoint.every=1",
+        "logging.trace_steps=1",
+        "logging.route_samples=4",
+    ]
+    run_ranks(_train, 1, [*settings, "steps=2"])  # Two batches of 8 samples.
+    config = load_config([*settings, "steps=3", "data.global_batch_size=4"])
+    run_ranks(_train, 1, [*settings, "steps=3", "data.global_batch_size=4"])
+    windows = build.dataset(config, open_data(config), "train").windows(range(16, 20))
+    read = read_routes(tmp_path / "routes").token[-4 * 16 :]
+    assert read.tolist() == windows[:, :-1].flatten().tolist()
+    assert [line["tokens"] for line in read_metrics(tmp_path)] == [8 * 16, 16 * 16, 20 * 16]
+    with pytest.raises(ConfigError, match=r"data\.micro_batch_size \(8\) must divide 20, the sam"):
+        validate(load_config([*settings, "data.micro_batch_size=8"]), num_ranks=1)
+
+
+def test_a_checkpoint_names_the_groups_among_which_routers_choose(
+    data: Path, tmp_path: Path
+) -> None:
+    settings = [*overrides(data, tmp_path), "steps=1", "checkpoint.every=1", "parallel.ep_size=1"]
+    groups = ["+megatron.moe_router_num_groups=2", "+megatron.moe_router_group_topk=1"]
+    run_ranks(_train, 1, [*settings, *groups])
+    with pytest.raises(ValueError, match="layer 1: its router chooses among 2 groups"):
+        prepare_relayout(tmp_path, {1: np.array([0, 2, 1, 3])}, tmp_path / "parted")
 
 
 def _assert_equal_tensors(first: Path, second: Path) -> None:
