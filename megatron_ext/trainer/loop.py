@@ -71,7 +71,7 @@ class Training:
         # A backward has twice the arithmetic of a forward.
         self._token_flops = 3 * shape_of(config, "").token_flops
         self.stop = StopRequest()
-        self.checkpoints = Checkpoints(config, self.chunks, self.optimizer)
+        self.checkpoints = Checkpoints(config, self.chunks, self.optimizer, manifest.vocab_size)
         heartbeat.note("load")
         self.step, self.consumed_samples = self.checkpoints.load_newest()
         self.scheduler = build.build_scheduler(config, self.optimizer, self.step)

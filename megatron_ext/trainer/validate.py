@@ -351,6 +351,8 @@ def _check_data(config: TrainConfig, *, values_fit: bool) -> Iterator[str]:
 def _check_checkpoint(config: TrainConfig) -> Iterator[str]:
     try:
         if checkpoint := find_checkpoint(config, {}):
-            yield from model_differences(config, checkpoint)
+            manifest = find_data(config)
+            vocab_size = manifest.vocab_size if manifest else 0
+            yield from model_differences(config, checkpoint, vocab_size)
     except ValueError as error:
         yield str(error)

@@ -58,13 +58,19 @@ class Checkpoints:
     """The checkpoints of a run, as one rank sees them. Every method is called by all ranks.
 
     Where a checkpoint cannot be loaded, or one that is required cannot be saved, all ranks raise
-    `SystemExit` with status `NO_RESTART`, after rank 0 has said why in one line.
+    `SystemExit` with status `NO_RESTART`, after rank 0 has said why in one line. `vocab_size` is
+    that of the data.
     """
 
     def __init__(
-        self, config: TrainConfig, chunks: list[DistributedDataParallel], optimizer: Any
+        self,
+        config: TrainConfig,
+        chunks: list[DistributedDataParallel],
+        optimizer: Any,
+        vocab_size: int,
     ) -> None:
         self._config = config
+        self._vocab_size = vocab_size
         self._chunks = chunks
         self._optimizer = optimizer
         self._folder = Path(config.run_dir) / "checkpoints"
@@ -136,7 +142,7 @@ class Checkpoints:
                 name: getattr(self._config.parallel, name)
                 for name in ("tp_size", "pp_size", "ep_size")
             },
-            "model": model_shape(self._config),
+            "model": model_shape(self._config, self._vocab_size),
             "layers": megatron.transformer_impl,
             "router_groups": megatron.moe_router_group_topk and megatron.moe_router_num_groups,
         }
@@ -209,8 +215,9 @@ class Checkpoints:
         if dist.get_rank() == 0:
             try:
                 checkpoint = find_checkpoint(self._config, damaged)
-                differences = model_differences(self._config, checkpoint) if checkpoint else []
-                problem = differences[0] if differences else None
+                if checkpoint:
+                    found = model_differences(self._config, checkpoint, self._vocab_size)
+                    problem = next(iter(found), None)
             except ValueError as error:
                 problem = str(error)
         checkpoint, damaged, problem = tell((checkpoint, damaged, problem))

@@ -17,6 +17,7 @@ from checkpoints_tools.folder import (
     newest_of,
     read_run,
 )
+from megatron_ext.data.tokenizer import padded_vocab_size
 from megatron_ext.files.opening import read_regular
 from megatron_ext.files.run_dir import METRICS_FILE
 from megatron_ext.telemetry.step_lines import read_lines
@@ -96,8 +97,11 @@ def distrust(checkpoint: Path, problem: str) -> str:
     )
 
 
-def model_differences(config: TrainConfig, checkpoint: Path) -> list[str]:
-    """Return why the run cannot go on from the checkpoint's model or samples, one line each."""
+def model_differences(config: TrainConfig, checkpoint: Path, vocab_size: int) -> list[str]:
+    """Return why the run cannot go on from the checkpoint's model or samples, one line each.
+
+    `vocab_size` is that of the run's data, 0 if it is not known.
+    """
     if not (checkpoint / RUN_FILE).exists():  # Ranks compare it with the model they made.
         return []
     # A checkpoint from before a setting existed has what is its default now.
@@ -110,17 +114,28 @@ def model_differences(config: TrainConfig, checkpoint: Path) -> list[str]:
             f"data.micro_batch_size ({size}) must divide {samples}, the samples before the "
             f"checkpoint {checkpoint}"
         )
+    shape = model_shape(config, vocab_size)
+    known = saved["vocab_size"] and shape["vocab_size"]
+    if not known or _rows(saved["vocab_size"]) == _rows(shape["vocab_size"]):
+        del shape["vocab_size"]
     return problems + [
         f"model.{name} ({value}) must be {saved[name]}, as in the checkpoint {checkpoint}"
-        for name, value in model_shape(config).items()
+        for name, value in shape.items()
         if saved[name] != value
     ]
 
 
-def model_shape(config: TrainConfig) -> dict[str, Any]:
-    """Return what a checkpoint's model must have in common with the run's."""
+def model_shape(config: TrainConfig, vocab_size: int) -> dict[str, Any]:
+    """Return what a checkpoint's model must have in common with the run's on these data."""
     fields = asdict(config.model).items()
-    return {name: value for name, value in fields if name not in _FREE_MODEL_FIELDS}
+    shape = {name: value for name, value in fields if name not in _FREE_MODEL_FIELDS}
+    return shape | {"vocab_size": config.model.vocab_size or vocab_size}
+
+
+def _rows(vocab_size: Any) -> Any:
+    """Return the rows of an embedding for so many tokens, if that is a number."""
+    is_number = isinstance(vocab_size, int)
+    return padded_vocab_size(vocab_size, tensor_parallel=1) if is_number else vocab_size
 
 
 def _meant_by(load: Path) -> Path:

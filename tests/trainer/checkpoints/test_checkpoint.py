@@ -500,6 +500,21 @@ def test_a_run_with_another_batch_goes_on_in_the_data(data: Path, tmp_path: Path
         validate(load_config([*settings, "data.micro_batch_size=8"]), num_ranks=1)
 
 
+def test_data_of_another_vocabulary_are_refused(data: Path, tmp_path: Path) -> None:
+    """The embedding would be cut, or filled up with zeros."""
+    settings = [*overrides(data, tmp_path / "run"), "parallel.ep_size=1", "checkpoint.every=1"]
+    run_ranks(_train, 1, [*settings, "steps=1"])
+    shutil.copytree(data, tmp_path / "other")
+    config = load_config([*settings, f"data.path={tmp_path / 'other'}"])
+    manifest = tmp_path / "other" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(content | {"vocab_size": 384}))  # 257 are filled up to as many.
+    validate(config, num_ranks=1)
+    manifest.write_text(json.dumps(content | {"vocab_size": 385}))
+    with pytest.raises(ConfigError, match=r"model\.vocab_size \(385\) must be 257, as in the"):
+        validate(config, num_ranks=1)
+
+
 def test_a_checkpoint_names_the_groups_among_which_routers_choose(
     data: Path, tmp_path: Path
 ) -> None:

@@ -237,7 +237,7 @@ def _logits(rank: int, family: Path, num_ranks: int, *more: str) -> tuple[torch.
     build.start_parallelism(config)
     chunks = build.build_model(config, config.model.vocab_size)
     metrics = StepMetrics(chunks)
-    Checkpoints(config, chunks, build.build_optimizer(config, chunks)).load_newest()
+    Checkpoints(config, chunks, build.build_optimizer(config, chunks), 0).load_newest()
     tokens, _ = torch.load(family / "logits.pt")
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1]).triu(1).bool()
