@@ -39,7 +39,7 @@ from megatron_ext.trainer.checkpoints.choice import (
     model_differences,
     model_shape,
 )
-from megatron_ext.trainer.checkpoints.megatron_lm import start_from
+from megatron_ext.trainer.checkpoints.megatron_lm import start_from, unknown
 from megatron_ext.trainer.checkpoints.state import (
     adam_steps,
     fit_to_saved,
@@ -117,9 +117,12 @@ class Checkpoints:
 
     def _read(self, checkpoint: Path, layers: str, wanted: dict[str, Any]) -> dict[str, Any]:
         """Fill a sharded state from a checkpoint of layers of this `transformer_impl`."""
-        own = {}
+        own, saved = {}, load_sharded_metadata(str(checkpoint))
         if layers != transformer_config(self._config).transformer_impl:
-            own = fit_to_saved(wanted, load_sharded_metadata(str(checkpoint)))
+            own = fit_to_saved(wanted, saved)
+        model = {name: part for name, part in wanted.items() if name.startswith("model")}
+        if problems := unknown(model, saved, of_optimizer=False):
+            end_all(f"checkpoint {checkpoint}: {problems[0]}")
         return merge(dist_checkpointing.load(wanted, str(checkpoint)), own)
 
     def save(self, step: int, consumed_samples: int) -> None:

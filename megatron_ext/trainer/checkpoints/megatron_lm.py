@@ -101,7 +101,7 @@ def start_from(
     saved = load_sharded_metadata(str(checkpoint))
     model = model_state(chunks, metadata)
     own = fit_to_saved(model, saved)
-    if problems := of_all(_misfits(model, saved)) or _unknown(model, saved, of_optimizer=False):
+    if problems := of_all(_misfits(model, saved)) or unknown(model, saved, of_optimizer=False):
         raise ValueError(f"checkpoint {checkpoint}: {problems[0]}")
     weights = merge(_filled(checkpoint, model), own)
     for index, chunk in enumerate(chunks):
@@ -134,7 +134,7 @@ def _load_adam(
         mains = _detach_buffers(state) if in_buffers else []
         problems = of_all(_misfits(state, saved))
         if in_buffers and not problems:
-            problems = _unknown(state, saved, of_optimizer=True)
+            problems = unknown(state, saved, of_optimizer=True)
         if not problems:
             state = _filled(checkpoint, state)
             there = [entry["param"] for entry in _entries(state)] if in_buffers else []
@@ -248,7 +248,7 @@ def _way_out(key: str, here: tuple[int, ...], there: tuple[int, ...]) -> str:
     return ""
 
 
-def _unknown(wanted: dict[str, Any], saved: dict[str, Any], *, of_optimizer: bool) -> list[str]:
+def unknown(wanted: dict[str, Any], saved: dict[str, Any], *, of_optimizer: bool) -> list[str]:
     """Return which tensors of the checkpoint no rank asks for; the same on all ranks."""
     known = set(of_all(sorted({tensor.key for tensor in _tensors(wanted)})))
     return [

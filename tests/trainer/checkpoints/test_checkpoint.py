@@ -515,6 +515,16 @@ def test_data_of_another_vocabulary_are_refused(data: Path, tmp_path: Path) -> N
         validate(config, num_ranks=1)
 
 
+def test_weights_that_the_model_lacks_are_refused(data: Path, tmp_path: Path) -> None:
+    settings = [*overrides(data, tmp_path), "parallel.ep_size=1", "checkpoint.every=1"]
+    run_ranks(_train, 1, [*settings, "steps=1", "+megatron.qk_layernorm=true"])
+    ((said, status),) = run_ranks(_train_and_listen, 1, settings)
+    assert status == NO_RESTART
+    assert re.fullmatch(
+        r"error: checkpoint .*: it has .*layernorm.*, which this run has not", said[0]
+    )
+
+
 def test_a_checkpoint_names_the_groups_among_which_routers_choose(
     data: Path, tmp_path: Path
 ) -> None:
