@@ -53,6 +53,7 @@ PARTS = re.compile(
     r"(?:router\.(?P<router>weight|bias|expert_bias|qb_beta)"
     r"|experts\.experts\.(?:(?P<expert>\d+)\.)?linear_fc\d\.(?:weight|bias))$"
 )
+_OF_EXPERTS = re.compile(r"(?:^|\.)decoder\.layers\.(?:\d+\.)?mlp\.(?:router|experts)\.")
 
 
 class _Change(NamedTuple):
@@ -219,6 +220,9 @@ def _find_changes(
     for index in metadata.storage_data:
         match = PARTS.fullmatch(index.fqn)
         if match is None:
+            is_tensor = hasattr(metadata.state_dict_metadata.get(index.fqn), "chunks")
+            if is_tensor and _OF_EXPERTS.search(index.fqn):
+                raise ValueError(f"{folder}: it is not known what of {index.fqn} is each expert's")
             continue
         # Without a number in the name, layers are the first axis, and experts the next.
         in_name = match["layer"] is not None

@@ -1,8 +1,10 @@
 """A checkpoint with experts moved, loaded by Megatron (one gloo rank), against what was saved."""
 
 import argparse
+import dataclasses
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 
@@ -12,6 +14,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from checkpoints_tools import compare, find_problems, prepare_relayout, read_contents, relayout
+from checkpoints_tools.contents import read_metadata
 from checkpoints_tools.folder import hash_file, verify
 from tests.ranks import run_ranks
 
@@ -123,6 +126,20 @@ def test_groups_that_a_router_chooses_among_stay_together(saved, tmp_path):
     arguments.moe_router_group_topk = None
     torch.save({"args": arguments}, tmp_path / "grouped" / "common.pt")
     relayout(tmp_path / "grouped", ORDER, tmp_path / "free")
+
+
+def test_unknown_tensors_of_experts_are_refused(saved, tmp_path):
+    shutil.copytree(saved[0] / "together", tmp_path / "adapted")
+    table = read_metadata(tmp_path / "adapted")
+    known = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
+    adapter = known.replace("linear_fc2", "linear_fc2.adapter")
+    table.state_dict_metadata[adapter] = table.state_dict_metadata[known]
+    for index, stored in [*table.storage_data.items()]:
+        if index.fqn == known:
+            table.storage_data[dataclasses.replace(index, fqn=adapter)] = stored
+    (tmp_path / "adapted" / ".metadata").write_bytes(pickle.dumps(table))
+    with pytest.raises(ValueError, match=r"it is not known what of .*adapter\.weight is each exp"):
+        relayout(tmp_path / "adapted", ORDER, tmp_path / "moved")
 
 
 def test_layers_that_are_not_named_stay(saved, tmp_path):
