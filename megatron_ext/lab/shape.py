@@ -42,12 +42,14 @@ def read_shape(name_or_file: str, overrides: Sequence[str]) -> ModelShape:
         begun = [find_file(name, recipes, "model").stem]
 
     from megatron_ext.trainer.compose import load_config
-    from megatron_ext.trainer.validate import expert_shards
 
     try:
         config = load_config(overrides, config_name=begun[0], needs_data=False)
     except ConfigError as error:
         raise ValueError("; ".join(error.problems)) from None
+    # Behind the check, because it imports PyTorch.
+    from megatron_ext.trainer.validate import expert_shards
+
     for size, setting in (
         (config.parallel.tp_size, "parallel.tp_size"),
         (expert_shards(config), "megatron.expert_tensor_parallel_size"),
