@@ -687,7 +687,7 @@ def test_transports_are_measured_side_by_side(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_the_push_compiles_with_other_stages(tmp_path: Path) -> None:
-    for numbers in stages.STAGES:
+    for numbers in min(stages.STAGES), max(stages.STAGES):
         assert stages.build(tmp_path, *numbers, "sm_90").is_file()
     with pytest.raises(subprocess.CalledProcessError):
         stages.build(tmp_path, 2, 3, "sm_90")  # more are loaded ahead than there are

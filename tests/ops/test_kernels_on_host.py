@@ -4,6 +4,7 @@ No GPU is needed: `cuda_on_host/` stands in for CUDA. What it cannot show is spe
 GPU does with memory that a single thread does not.
 """
 
+import atexit
 import functools
 import itertools
 import json
@@ -12,6 +13,7 @@ import random
 import re
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,9 +52,29 @@ def test_all_kernels_are_run():
     assert sorted(STAGES + PEERS) == sorted(path.stem for path in (CSRC / "cuda").glob("*.cu"))
 
 
-def compile_here(source: Path, folder: Path) -> Path:
+def compile_here(source: Path, folder: Path, *more: str | Path) -> Path:
     """Compile `source` for the host, with the headers of the kernels in `folder`."""
     done = folder / f"{source.stem}.o"
+    run_compiler(folder, *more, "-c", source, "-o", done)
+    return done
+
+
+def compile_for_kernels(source: Path, folder: Path) -> Path:
+    """The same of what begins with the stand-in for CUDA, whose headers are half of the work."""
+    return compile_here(source, folder, "-include", first_header())
+
+
+@functools.cache
+def first_header() -> Path:
+    """The stand-in for CUDA, compiled, as long as this process lives."""
+    header = Path(tempfile.mkdtemp()) / "first.h"
+    atexit.register(shutil.rmtree, header.parent)
+    header.write_text('#include "cuda_runtime_api.h"\n')
+    run_compiler(header.parent, "-x", "c++-header", header, "-o", f"{header}.gch")
+    return header
+
+
+def run_compiler(folder: Path, *words: str | Path) -> None:
     build = subprocess.run(
         [
             "g++",
@@ -63,14 +85,13 @@ def compile_here(source: Path, folder: Path) -> Path:
             f"-I{folder}",
             f"-I{HERE / 'cuda_on_host'}",
             f"-I{CSRC / 'include'}",
-            *("-c", str(source), "-o", str(done)),
+            *map(str, words),
         ],
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert build.returncode == 0, build.stderr
-    return done
 
 
 def run(
@@ -101,7 +122,7 @@ def compile_kernels(
             written[-1].write_text(with_launches_as_calls(text))
     # In the place of the real one: what is nothing but PTX.
     shutil.copy(HERE / "cuda_on_host" / "ptx.cuh", folder)
-    return [compile_here(source, folder) for source in written]
+    return [compile_for_kernels(source, folder) for source in written]
 
 
 pytestmark = [
@@ -158,7 +179,8 @@ def test_a_broken_planner_is_noticed(broken, stages, tmp_path):
 def whole(tmp_path_factory):
     """The compiled kernels of PEERS, and the program that runs them."""
     folder = tmp_path_factory.mktemp("whole")
-    return [*compile_kernels(PEERS, folder, {}), compile_here(HERE / "peers_on_host.cpp", folder)]
+    kernels = compile_kernels(PEERS, folder, {})
+    return [*kernels, compile_for_kernels(HERE / "peers_on_host.cpp", folder)]
 
 
 def test_replicas_arrive_and_gradients_add_up(whole, tmp_path):
@@ -172,7 +194,7 @@ def test_the_sweep_of_stages_times_a_push_that_arrives(whole, tmp_path):
     source = (CSRC.parent / "tests" / "gpu" / "first_run" / "stages.cu").read_text()
     sweep.write_text(with_launches_as_calls(source))
     compiled = [path for path in whole if path.stem != "peers_on_host"]
-    objects = [*compiled, compile_here(sweep, whole[0].parent)]
+    objects = [*compiled, compile_for_kernels(sweep, whole[0].parent)]
     subprocess.run(["g++", *map(str, objects), "-o", str(program)], check=True, timeout=300)
     words = [program, 0, 0, 1_000_000, 3, 5]
     told = subprocess.run(map(str, words), check=True, capture_output=True, text=True, timeout=300)
@@ -398,7 +420,7 @@ def compiling(tmp_path_factory):
 def compile_compiler(folder: Path, broken: dict[str, tuple[str, str]]) -> list[Path]:
     """Compile the program that prints what is compiled; `broken` as for `compile_kernels`."""
     compile_kernels([], folder, broken)
-    return [compile_here(HERE / "copies_on_host.cpp", folder)]
+    return [compile_for_kernels(HERE / "copies_on_host.cpp", folder)]
 
 
 @functools.cache
