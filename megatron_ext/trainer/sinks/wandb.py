@@ -52,6 +52,9 @@ class WandbSink(Sink):
             name=config.logging.wandb_name or run_dir.name,
             config=dataclasses.asdict(config) | {"facts": facts},
         )
+        # W&B drops steps below the last that it has, as of a run that goes on from a checkpoint
+        # before it. So its own steps only count on, and STEP is the axis of all curves.
+        self._lead = max(0, self._run.starting_step - start_step - 1)
         self._run.define_metric(STEP)
         for section in (*SECTIONS, "moe"):
             self._run.define_metric(f"{section}/*", step_metric=STEP)
@@ -71,7 +74,7 @@ class WandbSink(Sink):
         values |= shown(metrics, layers, tier=options.tier, max_keys=options.max_keys)
         if layers is not None and pictures.has_pictures(layers):
             values |= _pictures(layers)
-        self._run.log(values, step=step)
+        self._run.log(values, step=step + self._lead)
 
     def close(self, *, failed: bool) -> None:
         """See `Sink`."""

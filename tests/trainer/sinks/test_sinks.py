@@ -167,6 +167,19 @@ def test_wandb_says_what_the_metrics_say(written: Path) -> None:
     assert [each.type for each in artifacts if each.type] == ["profile"]
 
 
+def test_wandb_keeps_steps_that_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B has five steps of an attempt that was lost, and would drop whatever is not above them."""
+    monkeypatch.setattr("wandb.sdk.wandb_run.Run.starting_step", STEPS + 1)
+    with RunLog(config_of(tmp_path), start_step=3) as log:
+        for step in (4, 5):
+            log.write(*lines_of(step))
+    history = [each.history for each in wandb_records(tmp_path) if each.HasField("history")]
+    assert [each.step.num for each in history] == [STEPS + 1, STEPS + 2]
+    assert written_for_wandb(tmp_path, panels.STEP) == [4, 5]
+
+
 def test_a_comparison_is_kept_beside_its_runs(tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text("<p>")
     (tmp_path / "link.html").symlink_to(__file__)  # To what is not to be sent.
