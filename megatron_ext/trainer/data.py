@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron_ext.data.manifest import Manifest
+from megatron_ext.data.manifest import MANIFEST, Manifest
 from megatron_ext.data.tokenizer import vocab_size_of
 from megatron_ext.trainer.config import DataConfig, TrainConfig
 
@@ -44,6 +44,16 @@ def open_data(config: TrainConfig) -> Manifest:
     return manifest_of(
         [prefix for prefix, _ in prefixes], tokenizer=data.tokenizer, vocab_size=vocab_size
     )
+
+
+def files_of(data: DataConfig, manifest: Manifest) -> Iterator[str]:
+    """Yield the files that a run reads its data from; the last ones hold its tokens."""
+    if not prefixes_of(data):
+        yield str(manifest.folder / MANIFEST)
+    elif data.tokenizer:
+        yield data.tokenizer
+    for domain in manifest.domains:
+        yield from (manifest.prefix(domain) + ending for ending in (".idx", ".bin"))
 
 
 DATA_ERRORS = (FileNotFoundError, ValueError, ModuleNotFoundError)

@@ -39,12 +39,13 @@ from megatron_ext.telemetry.step_lines import read_lines
 from megatron_ext.telemetry.trace import TraceWriter
 from megatron_ext.trainer.checkpoints.checkpoint import Checkpoints
 from megatron_ext.trainer.config import TrainConfig
-from megatron_ext.trainer.data import open_data
+from megatron_ext.trainer.data import files_of, open_data
 from megatron_ext.trainer.finite import StepGuard
 from megatron_ext.trainer.logs.progress import TrainingProgress
 from megatron_ext.trainer.logs.run_log import RunLog, read_metrics
 from megatron_ext.trainer.model import build
 from megatron_ext.trainer.model.shape import shape_of
+from megatron_ext.trainer.ranks.shared_folder import check_same
 from megatron_ext.trainer.ranks.signals import Stopped, StopRequest
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Training:
         heartbeat.note("build")
         build.start_parallelism(config)
         manifest = open_data(config)
+        check_same(f"data.path ({config.data.path})", files_of(config.data, manifest))
         self.chunks = build.build_model(config, manifest.vocab_size)
         self.optimizer = build.build_optimizer(config, self.chunks)
         self.guard = StepGuard(config, self.chunks, self.optimizer)

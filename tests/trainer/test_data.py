@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from tests.trainer.test_run import _train
 
 TOKENS = {"one_text_document": 3, "two_text_document": 60}
 """The only token of each dataset, so that a sample shows where it is from."""
+
+SIZE = "model.vocab_size=300"
 
 
 def write_datasets(folder: Path, tokens: dict[str, int]) -> None:
@@ -97,11 +100,37 @@ def test_a_run_on_a_blend_of_prefixes(prefixes: list[str], tokenizer: Path, tmp_
     assert lines[1]["eval_loss"] < lines[0]["loss"]
 
 
+def _train_as_a_machine(rank: int, arguments: list[str], folders: list[str]) -> Any:
+    """Train with data of this folder, on the only rank of its machine."""
+    os.environ["LOCAL_WORLD_SIZE"], local_rank = "1", os.environ.get("LOCAL_RANK", "0")
+    os.environ["LOCAL_RANK"] = "0"
+    try:
+        with chdir(folders[rank]):
+            _train(rank, arguments)
+    except SystemExit as ended:
+        return ended.code
+    finally:
+        os.environ["LOCAL_RANK"] = local_rank
+        del os.environ["LOCAL_WORLD_SIZE"]
+    return None
+
+
+def test_machines_with_other_copies_of_the_data_do_not_train(tmp_path: Path) -> None:
+    """Their files have the same sizes."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder, token in zip(folders, TOKENS.values(), strict=True):
+        folder.mkdir()
+        write_datasets(folder, {"text": token})
+    words = _words("text", tmp_path / "run", SIZE)
+    for two, status in ((0, None), (1, 2)):
+        given = [str(folders[number]) for number in (0, two)]
+        assert run_ranks(_train_as_a_machine, 2, words, given) == [status] * 2
+
+
 def _cut(path: str) -> None:
     os.truncate(path, os.path.getsize(path) - 20)
 
 
-SIZE = "model.vocab_size=300"
 PROBLEMS: dict[str, tuple[str, list[str], Callable[[str], Any], str]] = {
     "no index": ("{0}", [SIZE], lambda p: os.remove(p + ".idx"), "{0}.idx does not exist"),
     "no tokens": ("{0} {1}", [SIZE], lambda p: os.remove(p + ".bin"), "{0}.bin does not exist"),

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, chdir
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,11 +86,16 @@ def _check_shared(rank: int, folders: list[str], writes: bool) -> tuple[Any, lis
     if writes:
         Pulse(folder, status)
     torch.distributed.barrier()
+    return _as_a_machine(rank, lambda: shared_folder.check_shared(config))
+
+
+def _as_a_machine(rank: int, check: Callable[[], None]) -> tuple[Any, list[str]]:
+    """Return the status with which a check ends this rank, the only one of its machine, and why."""
     said: list[str] = []
     launch.logger.error = lambda *words: said.append(words[0] % words[1:])  # type: ignore
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     try:
-        shared_folder.check_shared(config)
+        check()
     except SystemExit as ended:
         return ended.code, said
     finally:
@@ -111,6 +116,37 @@ def test_a_run_directory_that_machines_do_not_share_ends_all_ranks(tmp_path: Pat
     ]
     # A full disk says something else.
     assert run_ranks(_check_shared, 2, [str(tmp_path / "full")] * 2, False) == [(None, [])] * 2
+
+
+def _check_same(rank: int, folders: list[str], names: list[str]) -> tuple[Any, list[str]]:
+    """Each rank is a machine with these files of data, in a folder of its own."""
+    with chdir(folders[rank]):
+        return _as_a_machine(rank, lambda: shared_folder.check_same("data.path (text)", names))
+
+
+def test_data_that_differ_between_machines_end_all_ranks(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "same.bin").write_bytes(bytes(5 << 20))
+        (folder / "other.bin").write_bytes(bytes(4 << 20) + bytes([number]))
+        (folder / "short.bin").write_bytes(bytes(number))
+    (folders[0] / "lost.bin").touch()
+    given = [str(folder) for folder in folders]
+    assert run_ranks(_check_same, 2, given, ["same.bin", "nowhere.bin"]) == [(None, [])] * 2
+    for name, here, there in (
+        ("other.bin", r"4,194,305 bytes, checksum of its ends \w+", r"4,194,305 bytes, .*"),
+        ("short.bin", "0 bytes, .*", "1 bytes, .*"),
+        ("lost.bin", "0 bytes, .*", "No such file or directory"),
+    ):
+        (status, (said,)), others = run_ranks(_check_same, 2, given, ["same.bin", name])
+        assert (status, others) == (2, (2, []))
+        host = re.escape(socket.gethostname())
+        assert re.fullmatch(
+            rf"error: data.path \(text\): {name} differs between host {host} \({here}\) and host "
+            rf"{host} \({there}\): all machines must have the same data",
+            said,
+        )
 
 
 # Addresses
