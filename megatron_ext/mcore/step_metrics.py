@@ -40,7 +40,7 @@ class StepMetrics:
     Every rank makes a `StepMetrics` after the model, also on pipeline stages without MoE layers,
     and before the first step: what a CUDA graph of a whole step captures is counted in its replays.
     Layers that are not balanced are counted, too, so that an unbalanced run can be compared, unless
-    CUDA graphs hold their routers.
+    CUDA graphs hold their routers: of such steps only times, loss and tokens go into `run_dir`.
 
     Args:
         model: The model's chunks on this rank, wrapped or not.
@@ -62,7 +62,9 @@ class StepMetrics:
             process_hooks.install()
         layers = [part for part in parts if isinstance(part, MoELayer)]
         self._recorder = LoadRecorder((), None)
-        self._last_layer, self._has_warned = 0, False
+        self._last_layer = 0
+        self.has_uncounted = False
+        """Whether there are layers whose loads are not known: of all ranks after `take`."""
         self._balance: dict[str, Any] | None = None
         self._place: Place | None = None
         self._run_dir = None if run_dir is None else _RunDir(Path(run_dir))
@@ -72,12 +74,12 @@ class StepMetrics:
     def watch(self, layer: Any) -> None:
         """Count this layer, too; called before the first `take`."""
         if not hasattr(layer, "observers") and hold_routers(layer.config):
-            if not self._has_warned and layer.ep_group.rank() == 0:
-                self._has_warned = True
+            if not self.has_uncounted and layer.ep_group.rank() == 0:
                 logger.warning(
                     "warning: MoE layers of Megatron's own are not counted, for CUDA graphs hold "
                     "their routers (leave moe_router and moe_preprocess out of the graphs)"
                 )
+            self.has_uncounted = True
             return
         self._last_layer = max(self._last_layer, number_of(layer) or 0)
         if self._balance is None and hasattr(layer, "balance"):
@@ -118,6 +120,8 @@ class StepMetrics:
         if self._place is None:
             self._place = self._agree()
         if not self._place.num_layers:
+            if self._run_dir is not None and self.has_uncounted and dist.get_rank() == 0:
+                self._run_dir.write(step, {}, {}, {"strategy": "none"}, loss=loss, tokens=tokens)
             return {}
         gathered = gather_step(loads.computed, self._place, loads.own)
         metrics = gathered.metrics()
@@ -133,9 +137,10 @@ class StepMetrics:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         knows = num_ranks - rank if self._balance else 0
-        most = torch.tensor([self._last_layer, knows], device=device)
+        most = torch.tensor([self._last_layer, knows, self.has_uncounted], device=device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        last_layer, first_that_knows = most.tolist()
+        last_layer, first_that_knows, has_uncounted = most.tolist()
+        self.has_uncounted = bool(has_uncounted)
         if first_that_knows:
             said = [self._balance]
             dist.broadcast_object_list(said, src=num_ranks - first_that_knows)
@@ -187,7 +192,8 @@ class _RunDir:
         self._step = self._step + 1 if step is None else step
         if self._files is not None:
             self._files[0].write({"step": self._step, **line, **metrics})
-            self._files[1].write({"step": self._step, **layers})
+            if layers:
+                self._files[1].write({"step": self._step, **layers})
 
     def _open(self, step: int | None, balance: Mapping[str, Any]) -> None:
         """Open the files, for lines from this step on, or behind those that are there."""

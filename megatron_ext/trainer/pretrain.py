@@ -137,7 +137,7 @@ def _with_metrics(report: Callable[..., Any], steps: StepMetrics) -> Callable[..
         )
         tier = "detailed" if given.get("per_layer_logging") else "brief"
         metrics = steps.take(tier=tier, step=iteration)
-        if not metrics:
+        if not (metrics or steps.has_uncounted):
             _warn_of_no_layers()
         if writer is not None:
             for name, value in metrics.items():

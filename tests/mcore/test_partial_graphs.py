@@ -6,10 +6,12 @@ replaced (`graphs.py`).
 
 from __future__ import annotations
 
+import json
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,6 +19,8 @@ import pytest
 import torch
 
 from megatron_ext.config import BalanceConfig, HistorySettings
+from megatron_ext.telemetry.step_lines import read_lines
+from tests.cli import command
 from tests.gpt import SEQUENCE, TinyGPT, build_gpt  # first: it enables the CPU platform
 from tests.mcore import inside
 from tests.mcore.covering import of_this_version
@@ -315,7 +319,9 @@ def test_a_replay_repeats_numbers_of_the_host_and_reads_memory_anew() -> None:
     assert unset.isnan().all()
 
 
-def _metrics_of_stock_layers(rank: int, scopes: tuple[str, ...]) -> tuple[list[str], set[bool]]:
+def _metrics_of_stock_layers(
+    rank: int, scopes: tuple[str, ...], run_dir: str
+) -> tuple[list[str], set[bool]]:
     """Return the warnings, and whether steps have metrics, before and after a capture."""
     from megatron_ext import StepMetrics, balance_spec
 
@@ -325,11 +331,11 @@ def _metrics_of_stock_layers(rank: int, scopes: tuple[str, ...]) -> tuple[list[s
     logging.getLogger("megatron_ext").addHandler(handler)
     spec = partial(balance_spec, balance=BalanceConfig(strategy="none"))
     gpt = build_gpt(ep=2, spec_transform=spec, **with_graphs(*scopes))
-    steps = StepMetrics(gpt.chunks)
+    steps = StepMetrics(gpt.chunks, run_dir=run_dir)
     found = set()
     for step in range(3):
         gpt.train_step(step, num_microbatches=2)
-        found.add(bool(steps.take()))
+        found.add(bool(steps.take(loss=2.0)))
         if step == 0:
             graph_layers(gpt, 2)
     steps.close()
@@ -337,13 +343,28 @@ def _metrics_of_stock_layers(rank: int, scopes: tuple[str, ...]) -> tuple[list[s
     return said, found
 
 
-def test_stock_layers_whose_routers_are_in_graphs_are_not_counted() -> None:
-    """Replays call no hook of a router, and a capture is no training."""
-    (said, found), (nothing, others) = run_ranks(_metrics_of_stock_layers, 2, ("moe_router",))
+def test_stock_layers_whose_routers_are_in_graphs_are_not_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Replays call no hook of a router, and a capture is no training. Steps have their times."""
+    run_dirs = [str(tmp_path / name) for name in ("uncounted", "counted")]
+    (said, found), (nothing, others) = run_ranks(
+        _metrics_of_stock_layers, 2, ("moe_router",), run_dirs[0]
+    )
     assert len(said) == 1
     assert "are not counted, for CUDA graphs hold their routers" in said[0]
     assert (nothing, found, others) == ([], {False}, {False})
-    assert run_ranks(_metrics_of_stock_layers, 2, ("attn",)) == [([], {True})] * 2
+    assert run_ranks(_metrics_of_stock_layers, 2, ("attn",), run_dirs[1]) == [([], {True})] * 2
+    for run_dir, has_loads in zip(run_dirs, (False, True), strict=True):
+        lines = list(read_lines(Path(run_dir) / "metrics.jsonl"))
+        assert [(line["step"], line["strategy"]) for line in lines] == [
+            (step, "none") for step in (1, 2, 3)
+        ]
+        assert all("step_ms" in line for line in lines[1:])
+        assert ["imbalance_before" in line for line in lines] == [has_loads] * 3
+    status, out, error = command.run(capsys, "report", *run_dirs, "--json")
+    assert (status, error) == (0, "")
+    assert json.loads(out)["runs"]["uncounted"]["step_ms"] > 0
 
 
 def _stock_router(rank: int, dispatcher: str) -> float:

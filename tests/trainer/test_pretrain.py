@@ -300,12 +300,13 @@ def test_models_are_balanced_and_megatron_reports_it() -> None:
         assert reported["cost/pulled_bytes"] > 0
 
 
-def _unbalanced(rank: int) -> list[str]:
+def _unbalanced(rank: int, has_uncounted: bool) -> list[str]:
     """Warnings of two steps of a program whose models are none that can be balanced."""
     from megatron_ext.mcore.step_metrics import StepMetrics
 
     build_gpt(ep=2)
     steps = StepMetrics(())
+    steps.has_uncounted = has_uncounted
     report = pretrain._with_metrics(lambda iteration: None, steps)
     pretrain._warn_of_no_layers.cache_clear()
     with warnings.catch_warnings(record=True) as seen:
@@ -317,6 +318,8 @@ def _unbalanced(rank: int) -> list[str]:
 
 
 def test_a_program_of_which_nothing_is_balanced_is_told_so_once() -> None:
-    (told,), others = run_ranks(_unbalanced, 2)
+    (told,), others = run_ranks(_unbalanced, 2, False)
     assert told.startswith("nothing is balanced: this program has trained no MoE layers in a model")
     assert others == []
+    # Layers whose routers are in CUDA graphs have trained.
+    assert run_ranks(_unbalanced, 2, True) == [[], []]
