@@ -105,6 +105,7 @@ def importing(source: Path, out: Path) -> Iterator[Conversion]:
         described(source, tensors.precision, len(tensors)) as model,
     ):
         tasks = model.tasks(tensors.sizes)
+        model.check_scales(tensors.scaled)
 
         def write(folder: Path, on_bytes: OnBytes) -> None:
             checkpoint = folder / CHECKPOINT

@@ -38,6 +38,7 @@ class HubTensors(Mapping[str, Tensor]):
 
     Attributes:
         names: Of all its tensors, without the scales of those in FP8.
+        scaled: Names of the tensors in FP8 that have scales, sorted.
         sizes: How many numbers each has, by name.
         precision: That of a run which trains them, as in `ModelConfig`: `fp32` or `bf16`.
 
@@ -68,11 +69,8 @@ class HubTensors(Mapping[str, Tensor]):
         for name, file in files.items():
             if self._file_of.get(name) != file:
                 raise ValueError(f"{folder / file} lacks the tensor {name} that {_INDEX} names")
-        self.names = {
-            name
-            for name in self._file_of
-            if name.removesuffix(_SCALE) == name or name.removesuffix(_SCALE) not in self._file_of
-        }
+        self.scaled = sorted(name for name in self._file_of if name + _SCALE in self._file_of)
+        self.names = self._file_of.keys() - {name + _SCALE for name in self.scaled}
         # By numbers: beside each matrix in FP8 there is a small tensor of scales in float32.
         self.precision = "fp32" if 2 * dtypes["F32"] > dtypes.total() else "bf16"
 

@@ -83,6 +83,22 @@ class HubModel:
             raise ValueError(f"Megatron-Bridge does not know {unknown[0]} of {self._source}")
         return tasks
 
+    def check_scales(self, scaled: list[str]) -> None:
+        """Check that Bridge applies the scales of tensors in FP8: it does in some families only.
+
+        Raises:
+            ValueError: It would take what is in the tensors for their values.
+        """
+        from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+
+        kind = type(self._bridge._model_bridge)
+        name = "maybe_modify_loaded_hf_weight"
+        if scaled and getattr(kind, name) is getattr(MegatronModelBridge, name):
+            raise ValueError(
+                f"{self._source}: {scaled[0]} is in FP8, and Megatron-Bridge does not apply the "
+                "scales of this family: take the model's folder in BF16"
+            )
+
     def imported(self, task: Any, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the values of a parameter."""
         given = self._bridge._model_bridge.maybe_modify_loaded_hf_weight(

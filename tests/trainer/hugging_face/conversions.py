@@ -272,6 +272,7 @@ WRONG: dict[str, Callable[[Path], Any]] = {
     "windows": lambda hub: _change(
         hub / "config.json", use_sliding_window=True, sliding_window=8, max_window_layers=0
     ),
+    "weights in FP8": lambda hub: any(map(_quantize, hub.glob("*.safetensors"))),
     "tied embeddings": lambda hub: _change(hub / "config.json", tie_word_embeddings=True),
     "a full disk": _full_disk,
     "a disk that fills up": _writing_fails,

@@ -127,6 +127,7 @@ WRONG = {
     "no layers": r"/hub: model\.num_layers \(-3\) must be from 1 to 10000",
     "scaled positions": r"/hub: the trainer cannot make this model: .* scaled by linear",
     "windows": r"/hub: the trainer cannot make this model: it has no windows \(8 tokens\)",
+    "weights in FP8": r"/hub: model\.layers\.0\..*proj\.weight is in FP8, and .* in BF16",
     "tied embeddings": r"/hub: the trainer cannot make this model: share_embeddings_.*",
     "a full disk": r"/imported cannot be written: 100,000 bytes free, it needs 346,880",
     "a disk that fills up": r"/imported: No space left on device",
