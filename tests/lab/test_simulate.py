@@ -515,6 +515,25 @@ def test_shape_by_settings_of_megatron():
 
 
 @pytest.mark.parametrize(
+    ("settings", "windowed"),
+    [
+        (["+megatron.window_size=[127,0]"], 48),
+        (["+megatron.window_size=[127,0]", "+megatron.window_attn_skip_freq=4"], 36),
+        (["+megatron.window_size=[9999,0]"], 48),
+        (["+megatron.window_size=[-1,0]"], 0),
+    ],
+)
+def test_tokens_attend_to_those_of_their_window(settings, windowed):
+    plain, shape = read_shape("qwen3_30b", []), read_shape("qwen3_30b", settings)
+    length = plain.sequence_length
+    seen = sum(min(128 if "127" in settings[0] else length, 1 + token) for token in range(length))
+    # Of the tokens that each sees, itself counts as half.
+    fewer = windowed * ((length + 1) / 2 - seen / length)
+    of_one = 4 * plain.attention_width
+    assert (plain.token_flops - shape.token_flops) / of_one == pytest.approx(fewer, abs=windowed)
+
+
+@pytest.mark.parametrize(
     ("name", "billions"),
     [
         ("qwen3_235b", 235),

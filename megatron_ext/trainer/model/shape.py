@@ -42,6 +42,8 @@ class ModelShape:
     dense_hidden_size: int = setting(0, least=0)
     latent_size: int = setting(0, least=0)
     """Width in which tokens go to experts and back, where it is not `hidden_size`; else 0."""
+    attention_span: float = setting(0.0, least=0)
+    """Tokens that a token attends to, on average over tokens and layers; 0 for half a sequence."""
     num_layers: int = field(metadata=_POSITIVE)
     hidden_size: int = field(metadata=_POSITIVE)
     attention_params: int = field(metadata=_POSITIVE)
@@ -132,11 +134,9 @@ class ModelShape:
         return 2.0 * self.expert_params
 
     def dense_flops(self, params: int) -> float:
-        """FLOPs of one token, in the parts of a layer with `params` weights that all ranks have.
-
-        Attention reads half the sequence on average.
-        """
-        return 2.0 * params + 2.0 * self.sequence_length * self.attention_width
+        """FLOPs of one token, in the parts of a layer with `params` weights that all ranks have."""
+        span = self.attention_span or self.sequence_length / 2
+        return 2.0 * params + 4.0 * span * self.attention_width
 
     @property
     def logits_flops(self) -> float:
@@ -190,6 +190,7 @@ def shape_of(config: TrainConfig, name: str) -> ModelShape:
         latent_size=megatron.moe_latent_size or 0,
         attention_params=attention_params,
         attention_width=attention_width,
+        attention_span=_attention_span(megatron, data.sequence_length),
         num_experts=model.num_experts,
         topk=model.topk,
         expert_hidden_size=model.expert_hidden_size,
@@ -220,3 +221,19 @@ def _attention(megatron: Any) -> tuple[int, int]:
     width = heads * megatron.kv_channels
     key_values = 2 * megatron.num_query_groups * megatron.kv_channels
     return hidden * (2 * width + key_values), width
+
+
+def _attention_span(megatron: Any, sequence_length: int) -> float:
+    """Return `ModelShape.attention_span`, by Megatron's config: some layers may have a window."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    window, skipped = megatron.window_size, megatron.window_attn_skip_freq
+    layers = range(1, megatron.num_layers + 1)
+    num_windowed = sum(is_layer_window_attention(window, skipped, layer) for layer in layers)
+    if not num_windowed or window[0] < 0:
+        return 0.0
+    seen = min(window[0] + 1, sequence_length)  # With itself.
+    # The first tokens of a sequence see less.
+    windowed = seen * (1 - seen / (2 * sequence_length))
+    full = sequence_length / 2
+    return full + (windowed - full) * num_windowed / megatron.num_layers
