@@ -3,6 +3,7 @@
 # that is set stays.
 
 capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1) || true
+[[ $capability == [0-9]* ]] || capability= # It prints that there are no devices, too.
 if [[ -n $capability ]]; then
     # Threads of a rank on the CPU. PyTorch would take all cores of the machine, in every rank.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}

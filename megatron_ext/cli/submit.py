@@ -228,10 +228,11 @@ def render(
     """
     header, body = _template()
     ranks = _ranks_per_node(options, config)
-    log = f"{_name(options)}-{'%A_%a' if options.variants else '%j'}.out"
+    name = _name(options).replace("%", "%%")  # Else Slurm puts numbers and names in its place.
+    log = f"{name}-{'%A_%a' if options.variants else '%j'}.out"
     chosen = {
         "job-name": _name(options),
-        "output": options.logs.absolute() / log,
+        "output": f"{options.logs.absolute()}/".replace("%", "%%") + log,
         "nodes": options.nodes,
         "ntasks-per-node": ranks if options.task_per_rank else 1,
         "gpus-per-node": _gpus_per_node(options, config),

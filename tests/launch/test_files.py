@@ -255,6 +255,14 @@ def test_a_jobs_script(capsys: pytest.CaptureFixture[str], submit: list[str]) ->
     ]
 
 
+def test_a_log_is_where_it_is_looked_for_in_a_folder_of_any_name(
+    capsys: pytest.CaptureFixture[str], submit: list[str], tmp_path: Path
+) -> None:
+    """Slurm would put the number of the job in place of `%j`."""
+    script = script_of(capsys, *submit, "--logs", str(tmp_path / "50%j"))
+    assert options_of(script)["output"] == f"{tmp_path}/50%%j/quickstart-%j.out"
+
+
 def test_a_job_asks_for_the_gpus_of_a_server(
     capsys: pytest.CaptureFixture[str], submit: list[str]
 ) -> None:

@@ -83,8 +83,8 @@ def test_what_a_log_says_does_not_command_a_terminal_or_end_the_following(
 @pytest.mark.parametrize(
     ("accounting", "status", "said"),
     [
-        ("echo COMPLETED; echo COMPLETED", True, "COMPLETED"),
-        ("echo COMPLETED; echo CANCELLED by 0", False, "CANCELLED, COMPLETED"),
+        ("echo '7_0|COMPLETED'; echo '7_1|COMPLETED'", True, "COMPLETED"),
+        ("echo '7_0|COMPLETED'; echo '7_1|CANCELLED by 0'", False, "CANCELLED, COMPLETED"),
         (UNSAVED, False, "its end is not known, for Slurm has forgotten the job: see its log"),
     ],
 )
@@ -100,6 +100,27 @@ def test_of_a_job_that_slurm_has_forgotten_its_accounts_say_the_end(
     answer(cluster, "sacct", accounting)
     assert slurm.follow("7", {}) is status
     assert capsys.readouterr().out == f"job 7: {said}\n"
+
+
+def test_an_arrays_task_that_slurm_forgets_before_others_end_has_its_end(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(cluster, "squeue", "echo 7_1", "echo 7_1", ":")
+    failed, waits = "echo JobId=8 JobState=FAILED", "echo JobId=7 JobState=PENDING"
+    answer(cluster, "scontrol", f"{failed}; {waits}", "echo JobId=7 JobState=COMPLETED")
+    assert not slurm.follow("7", {f"{name} | ": cluster / name for name in ("none", "quota")})
+    assert capsys.readouterr().out == "job 7: COMPLETED, FAILED\n"
+
+
+def test_a_job_that_is_queued_inside_another_gets_nothing_of_it(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm takes such variables for options of the new job's steps."""
+    given = {"SLURM_CPU_BIND": "map_cpu:0", "SRUN_CPUS_PER_TASK": "1", "SLURM_CONF": "a", "B": "b"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    answer(cluster, "sbatch", 'echo "$SLURM_CPU_BIND $SRUN_CPUS_PER_TASK $SLURM_CONF $B"')
+    assert slurm.queue("#!/bin/sh\n") == "a b"
 
 
 def test_a_hidden_partition_is_known(cluster: Path) -> None:

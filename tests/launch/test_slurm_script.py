@@ -122,6 +122,20 @@ def test_a_rank_that_slurm_starts_knows_its_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("says", "threads", "queues"),
+    [("9.0", "4", "1"), ("10.3", "4", "32"), ("No devices were found", None, None)],
+)
+def test_ranks_on_gpus_have_an_environment(
+    says: str, threads: str | None, queues: str | None, tmp_path: Path
+) -> None:
+    programs = {"nvidia-smi": f"echo '{says}'", "python": "exec env"}
+    done = run_script(tmp_path, "train.sh", programs=programs)
+    found = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    names = ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS")
+    assert tuple(map(found.get, names)) == (threads, queues), done.stderr
+
+
+@pytest.mark.parametrize(
     ("word", "status", "said"),
     [
         ("--dry-run", 0, "-m megatron_ext train --dry-run\n"),
