@@ -104,6 +104,19 @@ def test_a_job_that_failed_after_its_notice_does_not_begin_again(
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("is_its_limit", [False, True])
+def test_a_job_that_slurm_ends_begins_again_at_its_limit_only(
+    is_its_limit: bool, tmp_path: Path
+) -> None:
+    """Slurm tells the script and its tasks, and starts nothing more for a job that is cancelled."""
+    notice = 'trap "" USR1; kill -USR1 "$SCRIPT";' * is_its_limit
+    ends = f'{notice} kill -TERM "$SCRIPT"; sleep 0.1; exit 143'
+    done = job(tmp_path, srun=f'case "$*" in *train.sh*) {ends} ;; *) exit 1 ;; esac')
+    assert done.returncode == 143
+    assert (tmp_path / "requeue").exists() == is_its_limit
+    assert done.stderr == ""
+
+
 def test_a_notice_before_the_step_is_not_lost(tmp_path: Path) -> None:
     noticing = f'kill -USR1 "$SCRIPT"; {USUAL["scontrol"]}'
     done = job(tmp_path, scontrol=noticing, srun='case "$*" in *train.sh*) exec sleep 60 ;; esac')
