@@ -71,7 +71,7 @@ def sweep(options: argparse.Namespace) -> None:
         train.check(config, num_ranks=num_ranks)
 
     def make(_: DictConfig) -> None:
-        run = Path(HydraConfig.get().runtime.output_dir).name
+        run = str(Path(HydraConfig.get().runtime.output_dir).relative_to(folder))
         logger.info("%s", run)
         train.train(runs[run], num_ranks=num_ranks, verbose=options.verbose)
 

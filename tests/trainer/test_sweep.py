@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ def test_a_folder_may_have_any_name(
     assert [Path(run.run_dir) for run in made] == [
         folder / "alle läufe" / f"balance.slots={slots}" for slots in (1, 2)
     ]
+
+
+def test_values_may_be_paths(
+    made: list[TrainConfig], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "_compare", lambda *_: None)
+    paths = [str(data), str(shutil.copytree(data, tmp_path / "other"))]
+    words = [*WORDS, f"data.path={','.join(paths)}", f"run_dir={tmp_path / 's'}"]
+    sweep.sweep(parser().parse_intermixed_args([word for word in words if "slots" not in word]))
+    assert [run.data.path for run in made] == paths
+    assert len({run.run_dir for run in made}) == 2
 
 
 @pytest.mark.parametrize(
