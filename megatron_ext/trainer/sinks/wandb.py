@@ -1,7 +1,7 @@
 """Weights & Biases: a run for each run directory, sections of metrics, pictures, artifacts.
 
-It never asks and does not keep a training waiting: without a login it writes offline, and it gives
-up on a server that does not answer. `wandb sync` uploads later what was written offline.
+It never asks and does not keep a training waiting: without a login, or a server that answers at the
+start, it writes offline. `wandb sync` uploads later what was written offline.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import dataclasses
 import logging
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.arguments import one_line
 from megatron_ext.files.opening import is_regular, names_in, read_regular
 from megatron_ext.files.run_dir import TRACE_FOLDER
 from megatron_ext.files.whole import write_whole
@@ -99,26 +101,31 @@ def _start(training: TrainConfig, folder: Path, **about: Any) -> Any:
     import wandb
 
     options = training.logging
-    mode = options.wandb
-    if mode == "online" and not wandb.login(prompt=False):
-        mode = "offline"
-        logger.warning(
-            "warning: W&B has no login here (`wandb login`), so it is written to %s only: "
-            "`wandb sync` uploads it",
-            folder / "wandb",
-        )
-    return wandb.init(
+    start = partial(
+        wandb.init,
         project=options.wandb_project,
         group=options.wandb_group or None,
         tags=[*options.wandb_tags, training.balance.strategy],
         dir=str(folder),
-        mode=mode,  # type: ignore[arg-type]
         # The runs of a quickstart are in one process.
         settings=wandb.Settings(
             reinit="create_new", init_timeout=_INIT_S, finish_timeout=_FINISH_S
         ),
         **about,
     )
+    if options.wandb == "online":
+        why = "has no login here (`wandb login`)"
+        try:
+            if wandb.login(prompt=False):
+                return start(mode="online")
+        except wandb.Error as error:  # As on machines that reach no other network.
+            why = f"does not take the run ({one_line(error)})"
+        logger.warning(
+            "warning: W&B %s, so it is written to %s only: `wandb sync` uploads it",
+            why,
+            folder / "wandb",
+        )
+    return start(mode="offline")
 
 
 def _pictures(layers: Mapping[str, Any]) -> dict[str, Any]:

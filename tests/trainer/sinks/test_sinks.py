@@ -205,6 +205,30 @@ def test_without_a_login_it_is_written_here(
     assert [record.history for record in wandb_records(tmp_path / "run") if record.history.item]
 
 
+def test_without_an_answer_it_is_written_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on machines without a way to other networks, whose users have logged in elsewhere."""
+    import wandb
+
+    init = wandb.init
+
+    def reach(*, mode: str, **about: Any) -> Any:
+        if mode == "online":
+            raise wandb.errors.CommError("Timed out\nConsider increasing")
+        return init(mode=mode, **about)
+
+    monkeypatch.setattr(wandb, "login", lambda prompt: True)
+    monkeypatch.setattr(wandb, "init", reach)
+    config = config_of(tmp_path / "run")
+    config.logging.wandb = "online"
+    with RunLog(config, start_step=0) as log:
+        log.write(*lines_of(1))
+    (said,) = (each.getMessage() for each in caplog.records if each.name.startswith("megatron_ext"))
+    assert re.match(r"warning: W&B does not take the run \(.*Timed out.*\), .*: `wandb sync`", said)
+    assert written_for_wandb(tmp_path / "run", "train/loss") == [3.0]
+
+
 def test_every_metric_has_a_panel_of_its_section() -> None:
     drawn = [name for names in panels.PANELS.values() for name in names]
     assert sorted(drawn) == sorted(METRICS)
