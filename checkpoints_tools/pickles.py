@@ -35,7 +35,7 @@ _CLASSES = {
         *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
     "torch.distributed.checkpoint.planner": {
-        *("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+        *("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
     },
 }
 """What a table of contents is made of, by module; the names of dtypes are allowed besides."""
@@ -61,32 +61,16 @@ class _TableUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-_COUNT_BYTES = {
-    pickletools.TAKEN_FROM_ARGUMENT1: 1,
-    pickletools.TAKEN_FROM_ARGUMENT4: 4,
-    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
-    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
-}
-
-
 @cache
-def _opcodes() -> tuple[re.Pattern[bytes], dict[bytes, int]]:
-    """Return what matches many opcodes of known lengths, and what is behind each of the others.
-
-    That is the number of bytes that count the argument's, or minus the number of its lines.
-    """
-    fixed: dict[int, bytes] = {}
-    others: dict[bytes, int] = {}
+def _plain_opcodes() -> re.Pattern[bytes]:
+    """Return what matches many opcodes of a fixed length in a row: most of a pickle is of them."""
+    codes: dict[int, bytes] = {}
     for opcode in pickletools.opcodes:
-        code, length = opcode.code.encode("latin1"), opcode.arg.n if opcode.arg else 0
-        if length in _COUNT_BYTES:
-            others[code] = _COUNT_BYTES[length]
-        elif length < 0:
-            others[code] = -2 if code in b"ci" else -1
-        elif opcode.name not in ("STOP", "FRAME", "LONG_BINPUT"):
-            fixed[length] = fixed.get(length, b"") + re.escape(code)
-    one = b"|".join(b"[%b].{%d}" % (codes, length) for length, codes in sorted(fixed.items()))
-    return re.compile(b"(?:%b){1,1000}+" % one, re.DOTALL), others
+        length = opcode.arg.n if opcode.arg else 0
+        if length >= 0 and opcode.name not in ("STOP", "FRAME", "LONG_BINPUT"):
+            codes[length] = codes.get(length, b"") + re.escape(opcode.code.encode("latin1"))
+    of_lengths = (b"[%b].{%d}" % (some, length) for length, some in sorted(codes.items()))
+    return re.compile(b"(?:%b){1,1000}+" % b"|".join(of_lengths), re.DOTALL)
 
 
 def _check_memo(pickled: mmap.mmap) -> None:
@@ -95,37 +79,33 @@ def _check_memo(pickled: mmap.mmap) -> None:
     The unpickler makes all places before, so that few bytes would take all memory.
 
     Raises:
-        ValueError: It does, or an opcode begins in a frame and does not end there: the unpickler
-            would take other bytes for the rest.
+        ValueError: It does, or it is damaged. An opcode that begins in a frame ends there, else the
+            unpickler would take other bytes for the rest.
     """
-    known, others = _opcodes()
-    at, end, end_of_frame = 0, len(pickled), 0
-    while at < end:
-        limit = end_of_frame if at < end_of_frame else end
-        if run := known.match(pickled, at, limit):
-            at = run.end()
+    opcodes: dict[bytes, Any] = {each.code.encode("latin1"): each for each in pickletools.opcodes}
+    plain, end, end_of_frame = _plain_opcodes(), len(pickled), 0
+    while (at := pickled.tell()) < end:
+        in_frame = at < end_of_frame
+        limit = end_of_frame if in_frame else end
+        if run := plain.match(pickled, at, limit):
+            pickled.seek(run.end())
             continue
-        code, at, place = pickled[at : at + 1], at + 1, b"0"
-        if code == b"\x95" and limit == end:
-            end_of_frame = at + 8 + int.from_bytes(pickled[at : at + 8], "little")
-            at += 8
-        elif code == b"r":
-            place = b"%d" % int.from_bytes(pickled[at : at + 4], "little")
-            at += 4
-        elif (what := others.get(code, 0)) > 0:
-            at += what + int.from_bytes(pickled[at : at + what], "little")
-        elif what < 0:
-            for _ in range(-what):
-                begin, at = at, pickled.find(b"\n", at) + 1 or end
-            place = pickled[begin:at].strip() if code == b"p" else place
-        elif code == b"." or limit == end:  # Its end, or no opcode: nothing behind it is read.
+        opcode = opcodes.get(pickled.read(1))
+        if opcode is None or opcode.name == "STOP":  # The unpickler reads nothing behind it.
             return
-        else:
-            at = limit + 1
-        if at > limit < end:
+        try:
+            argument: Any = opcode.arg.reader(pickled) if opcode.arg else None
+            is_within = pickled.tell() <= limit and not (in_frame and opcode.name == "FRAME")
+        except ValueError:
+            if not in_frame:
+                raise
+            is_within = False
+        if not is_within:
             raise ValueError("an opcode does not end in its frame")
-        if not place.isdigit() or len(place) > 18 or int(place) > end:
-            raise ValueError(f"it names place {place[:20]!r} of its memo")
+        if opcode.name == "FRAME":
+            end_of_frame = pickled.tell() + argument
+        elif opcode.name in ("PUT", "LONG_BINPUT") and not 0 <= argument <= end:
+            raise ValueError(f"it names place {argument} of its memo")
 
 
 def read_table(file: Path) -> Any:
