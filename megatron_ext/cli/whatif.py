@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--model and --hardware are given together, or neither")
     written = options.check_out(arguments)
     balance = options.balance_config(arguments)
+    shape = None
     if arguments.hardware is not None:
         hardware = read_hardware(arguments.hardware)
         shape = read_shape(arguments.model, arguments.set)
@@ -45,14 +46,13 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_ext.lab.simulate import Setting
 
     asked = options.asked(balance)
-    num_experts = None
-    if arguments.hardware is not None:
-        num_experts = shape.num_experts
-        asked = Setting(**vars(asked), shape=shape, hardware=hardware, num_gpus=arguments.gpus)
+    num_experts = None if shape is None else shape.num_experts
     loads = whatif.sample(options.read_trace(arguments, num_experts))
-    if isinstance(asked, Setting) and asked.nvlink_domain is None:
-        domain = min(asked.hardware.domain_ranks, loads.load.shape[1])
-        asked = dataclasses.replace(asked, nvlink_domain=domain)
+    if shape is not None:
+        asked = Setting(**vars(asked), shape=shape, hardware=hardware, num_gpus=arguments.gpus)
+        if asked.nvlink_domain is None:
+            domain = min(hardware.domain_ranks, loads.load.shape[1])
+            asked = dataclasses.replace(asked, nvlink_domain=domain)
     with progress("Planning", whatif.count_plans(loads)) as on_load:
         report = whatif.what_if(loads, asked, on_load=on_load)
     if arguments.out is not None:

@@ -80,11 +80,11 @@ def build_dataset(
     domains: Mapping[str, Sequence[Path]],
     out: Path,
     *,
-    tokenizer_file: Path | None,
-    eod_token: str | None,
-    strict: bool,
-    overwrite: bool,
-    on_bytes: Callable[[int], None],
+    tokenizer_file: Path | None = None,
+    eod_token: str | None = None,
+    strict: bool = False,
+    overwrite: bool = False,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> tuple[Manifest, dict[Path, str]]:
     """Tokenize each domain's files into an indexed dataset in a new folder `out`.
 

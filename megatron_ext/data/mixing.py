@@ -110,7 +110,6 @@ class MixedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         }
 
     def _window(self, sample: int) -> NDArray[np.int64]:
-        """Return the tokens of a sample of the whole run, int64 [sequence_length + 1]."""
         draw, offset = divmod(sample, self._samples_per_draw)
         period, place = divmod(draw, sum(self._draws_per_period))
         domains, counts = _period(self._draws_per_period, f"{self._key}/{period}")

@@ -114,8 +114,13 @@ def _read_file(path: Path) -> Loads:
         raise ValueError(f"{path}: {error}") from None
     predicted = None
     if "predicted" in arrays:
-        _check_prediction(path, arrays["predicted"])
         predicted = torch.from_numpy(np.ascontiguousarray(arrays["predicted"]))
+        is_nothing = (predicted == -1).flatten(1)
+        if (mixed := is_nothing.any(1) & ~is_nothing.all(1)).any():
+            raise ValueError(
+                f"{path}: predicted of load {int(mixed.int().argmax())} has entries of -1 beside "
+                "counts; where nothing was predicted, all of a load's are -1"
+            )
     return Loads(
         torch.from_numpy(np.ascontiguousarray(load)),
         {
@@ -125,15 +130,6 @@ def _read_file(path: Path) -> Loads:
         },
         predicted,
     )
-
-
-def _check_prediction(path: Path, predicted: np.ndarray) -> None:
-    is_nothing = (predicted == -1).reshape(len(predicted), -1)
-    if (mixed := is_nothing.any(1) & ~is_nothing.all(1)).any():
-        raise ValueError(
-            f"{path}: predicted of load {int(mixed.argmax())} has entries of -1 beside counts; "
-            "where nothing was predicted, all of a load's are -1"
-        )
 
 
 def write_loads(path: Path, loads: Loads, *, overwrite: bool = False) -> None:

@@ -25,39 +25,21 @@ def recipe_names(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
-def ranks_of(recipe: str) -> int | None:
-    """Return for how many ranks a recipe is by its name; None if its name does not say.
-
-    >>> ranks_of("deepseek_v3_256_gb200_bf16")
-    256
-    >>> ranks_of("mixtral_8x7b_8_h200_bf16_ep4")
-    8
-    >>> ranks_of("quickstart") is None
-    True
-    """
-    named = _NAMED.fullmatch(recipe)
-    return int(named["ranks"]) if named else None
-
-
 def nearest_recipe(recipe: str, names: list[str], *, num_ranks: int) -> str | None:
     """Return the recipe for as many ranks as there are that is nearest to another recipe.
 
     It is one for the same model if there is such a one, and of those the one for most ranks.
 
-    >>> names = ["demo_8_h200_bf16", "glm_4_h100_bf16", "glm_64_h100_bf16"]
+    >>> names = ["demo_8_h200_bf16", "glm_4_h100_bf16_ep4", "glm_64_h100_bf16"]
     >>> nearest_recipe("glm_64_h100_bf16", names, num_ranks=8)
-    'glm_4_h100_bf16'
+    'glm_4_h100_bf16_ep4'
     >>> nearest_recipe("glm_64_h100_bf16", names, num_ranks=2) is None
     True
     """
-    fitting = {name: ranks for name in names if (ranks := ranks_of(name)) and ranks <= num_ranks}
-    return max(
-        fitting,
-        key=lambda name: (_model(name) == _model(recipe), fitting[name], name),
-        default=None,
-    )
-
-
-def _model(recipe: str) -> str:
-    named = _NAMED.fullmatch(recipe)
-    return named["model"] if named else recipe
+    own = _NAMED.fullmatch(recipe)
+    fitting = [
+        (own is not None and named["model"] == own["model"], int(named["ranks"]), name)
+        for name in names
+        if (named := _NAMED.fullmatch(name)) and int(named["ranks"]) <= num_ranks
+    ]
+    return max(fitting)[2] if fitting else None

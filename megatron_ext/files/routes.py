@@ -107,7 +107,6 @@ def _read_folder(path: Path) -> Routes:
 
 
 def _join_stages(files: list[Path]) -> Routes:
-    """Read the layers of the same tokens, and put them together."""
     parts = [_read_file(file) for file in files]
     first_file, first = files[0], parts[0]
     for file, part in zip(files, parts, strict=True):

@@ -158,7 +158,6 @@ def _count(record: Mapping[str, Any], name: str) -> int:
 
 
 def _short(value: Any) -> str:
-    """Return the beginning of a value that may be anything."""
     return repr(value)[:40]
 
 

@@ -122,12 +122,7 @@ def _makes_plans(config: TrainConfig) -> bool:
 
 
 def _replication(
-    strategy: str,
-    stage: Stage,
-    loads: Loads,
-    asked: Asked,
-    costs: LayerCosts,
-    hardware: Hardware,
+    strategy: str, stage: Stage, loads: Loads, asked: Asked, costs: LayerCosts, hardware: Hardware
 ) -> Replication:
     planner = LayerPlanner(strategy, asked.layout(strategy, loads), asked.planning)
     plan = planner.plan_in_order(loads.load)
@@ -149,11 +144,7 @@ def _replication(
 
 
 def _step(
-    config: TrainConfig,
-    dry_run: DryRun,
-    loads: Loads,
-    asked: Asked,
-    hardware: Hardware,
+    config: TrainConfig, dry_run: DryRun, loads: Loads, asked: Asked, hardware: Hardware
 ) -> StepForecast:
     balance = config.balance
     shape = dataclasses.replace(

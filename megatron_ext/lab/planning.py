@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -42,6 +43,12 @@ class Asked:
             slots=self.slots,
             nvlink_domain=self.nvlink_domain,
         )
+
+    def by_name(self, name: str) -> tuple[str, Self]:
+        """Return the strategy of a name in a comparison, and what is asked of it: costs or not."""
+        strategy, for_time = read_name(name)
+        planning = self.planning if for_time else dataclasses.replace(self.planning, costs=None)
+        return strategy, dataclasses.replace(self, planning=planning)
 
 
 @dataclass(frozen=True)

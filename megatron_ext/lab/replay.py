@@ -5,7 +5,6 @@ Legend: B loads, R ranks of the EP group, E logical experts.
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import itertools
 import json
@@ -112,16 +111,11 @@ def replay(
     Raises:
         ValueError: A strategy is there twice or makes no plans, or a setting is out of range.
     """
-    without_costs = dataclasses.replace(asked.planning, costs=None)
     planners = {}
     for name in strategies:
         if name in planners:
             raise ValueError(f"strategy {name!r} is there twice")
-        strategy, for_time = read_name(name)
-        planning = asked.planning if for_time else without_costs
-        planners[name] = make_planners(
-            loads, strategy, dataclasses.replace(asked, planning=planning)
-        )
+        planners[name] = make_planners(loads, *asked.by_name(name))
     replayed: dict[str, Measured] = {}
     for name, of_loads in planners.items():
         planned = plan_loads(loads, of_loads, on_load=on_load)

@@ -29,7 +29,7 @@ from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import fill, markdown_table
 from megatron_ext.files.whole import write_whole
 from megatron_ext.lab.hardware import FIXED_SOLVE, SOLVED_RANKS, Hardware, constants
-from megatron_ext.lab.planning import Asked, make_planners, plan_loads, read_name
+from megatron_ext.lab.planning import Asked, make_planners, plan_loads
 from megatron_ext.trainer.model.shape import ModelShape
 from megatron_ext.transport import Transfers
 from megatron_ext.transport.relay import compile_copies
@@ -290,15 +290,10 @@ def simulate(
 def _result_of(
     name: str, loads: Loads, setting: Setting, machine: Machine, on_load: Callable[[int], object]
 ) -> dict[str, Any]:
-    """Plan the loads with one strategy and return its numbers."""
-    strategy, for_time = read_name(name)
+    strategy, asked = setting.by_name(name)
     planner = NONE if name == IDEAL else strategy
     if name == IDEAL:
         loads = dataclasses.replace(loads, load=even_load(loads.load))
-    asked = setting
-    if not for_time:
-        planning = dataclasses.replace(setting.planning, costs=None)
-        asked = dataclasses.replace(setting, planning=planning)
     planners = make_planners(loads, planner, asked)
     planned = list(plan_loads(loads, planners, on_load=on_load))
     plans = [one.plan for one in planned]

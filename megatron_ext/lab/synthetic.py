@@ -341,7 +341,7 @@ def _hot(
     return lambda spec, generator: [law(spec, step) for step in range(spec.batch)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kind:
     """A way in which loads are uneven."""
 
@@ -358,84 +358,79 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "zipf": Kind(summary="the k-th hottest expert has 1 / k ** exponent", laws=_each(_zipf)),
-    "power-law": Kind(summary="popularity has a power-law tail", laws=_each(_power_law)),
-    "log-normal": Kind(
-        summary="popularity is e ** (exponent * a normal number)",
-        laws=_each(_log_normal),
-    ),
+    "zipf": Kind("the k-th hottest expert has 1 / k ** exponent", _each(_zipf)),
+    "power-law": Kind("popularity has a power-law tail", _each(_power_law)),
+    "log-normal": Kind("popularity is e ** (exponent * a normal number)", _each(_log_normal)),
     "drift": Kind(
-        summary="popularity wanders from load to load",
-        laws=_drift,
-        # The imbalance of what wanders wanders too.
-        settings=("exponent",),
+        "popularity wanders from load to load",
+        _drift,
+        settings=("exponent",),  # The imbalance of what wanders wanders too.
         defaults={"batch": 16},
         min_batch=2,
     ),
     "domain-shift": Kind(
-        summary="other experts are popular in the second half",
-        laws=lambda spec, generator: _halves(_zipf(spec, generator), _zipf(spec, generator), spec),
+        "other experts are popular in the second half",
+        lambda spec, generator: _halves(_zipf(spec, generator), _zipf(spec, generator), spec),
         defaults={"batch": 16},
         min_batch=2,
     ),
     "cold-ranks": Kind(
-        summary="a share of the ranks gets nothing",
-        laws=_each(_cold_ranks),
+        "a share of the ranks gets nothing",
+        _each(_cold_ranks),
         settings=("exponent", "imbalance", "share"),
     ),
     "cold-shift": Kind(
-        summary="as cold-ranks, and other ranks get nothing in the second half",
-        laws=_cold_shift,
+        "as cold-ranks, and other ranks get nothing in the second half",
+        _cold_shift,
         settings=("exponent", "imbalance", "share"),
         defaults={"batch": 16, "share": 0.5},
         min_batch=2,
     ),
     "hot-rank": Kind(
-        summary="one rank's experts are e ** exponent times as popular as the others",
-        laws=_each(_hot_rank),
+        "one rank's experts are e ** exponent times as popular as the others", _each(_hot_rank)
     ),
-    "few-tokens": Kind(summary="Zipf with few tokens", laws=_each(_zipf), defaults={"tokens": 256}),
+    "few-tokens": Kind("Zipf with few tokens", _each(_zipf), defaults={"tokens": 256}),
     "dead-experts": Kind(
-        summary="a share of the experts gets nothing",
-        laws=_each(_dead_experts),
+        "a share of the experts gets nothing",
+        _each(_dead_experts),
         settings=("exponent", "imbalance", "share"),
     ),
     "w0-balanced": Kind(
-        summary="all experts the same, without chance",
-        laws=_hot(lambda spec, size, step: range(0)),
+        "all experts the same, without chance",
+        _hot(lambda spec, size, step: range(0)),
         settings=(),
         defaults={"by_chance": False},
     ),
     "w1-hot-expert-set": Kind(
-        summary="three of four tokens choose among the first quarter of the experts",
-        laws=_hot(lambda spec, size, step: range(size)),
+        "three of four tokens choose among the first quarter of the experts",
+        _hot(lambda spec, size, step: range(size)),
         settings=(),
     ),
     "w2-hot-rank": Kind(
-        summary="the first rank's experts are as hot as those of w1",
-        laws=_hot(lambda spec, size, step: range(min(size, spec.experts // spec.ranks))),
+        "the first rank's experts are as hot as those of w1",
+        _hot(lambda spec, size, step: range(min(size, spec.experts // spec.ranks))),
         settings=(),
     ),
     "w3-spread-hot-experts": Kind(
-        summary="as many hot experts as in w1, as hot, at equal distances",
-        laws=_hot(lambda spec, size, step: np.arange(size) * spec.experts // size),
+        "as many hot experts as in w1, as hot, at equal distances",
+        _hot(lambda spec, size, step: np.arange(size) * spec.experts // size),
         settings=(),
     ),
     "w4-source-ragged": Kind(
-        summary="source ranks have from no tokens to all N, experts are equally popular",
-        laws=_hot(lambda spec, size, step: range(0)),
+        "source ranks have from no tokens to all N, experts are equally popular",
+        _hot(lambda spec, size, step: range(0)),
         settings=(),
         ragged=True,
     ),
     "w5-zero-expert-rank": Kind(
-        summary="a share of the experts, the first, and so of the ranks gets nothing",
-        laws=_each(_zero_expert_rank),
+        "a share of the experts, the first, and so of the ranks gets nothing",
+        _each(_zero_expert_rank),
         settings=("share",),
         defaults={"share": 0.5},
     ),
     "w6-rotating-hotspot": Kind(
-        summary="w1, with the next quarter of the experts after every third step",
-        laws=_hot(
+        "w1, with the next quarter of the experts after every third step",
+        _hot(
             lambda spec, size, step: (
                 (step // _STEPS_IN_PLACE * size + np.arange(size)) % spec.experts
             )
@@ -445,8 +440,8 @@ KINDS: dict[str, Kind] = {
         min_batch=_STEPS_IN_PLACE + 1,
     ),
     "w7-burst": Kind(
-        summary="three steps without skew, and one in which half of the tokens choose as in w1",
-        laws=_hot(
+        "three steps without skew, and one in which half of the tokens choose as in w1",
+        _hot(
             lambda spec, size, step: range(size if (step + 1) % _STEPS_TO_BURST == 0 else 0),
             hot_tokens=1 / 2,
         ),

@@ -133,10 +133,7 @@ def _try_slots(loads: Loads, asked: Asked, on_load: Callable[[int], object]) -> 
     before, after = imbalances(home_loads(loads.load)).numpy(), measured["imbalance"]
     numbers = {
         "slots": asked.slots,
-        "imbalance_before": float(before.mean()),
-        "imbalance_before_worst": float(before.max()),
-        "imbalance": float(after.mean()),
-        "imbalance_worst": float(after.max()),
+        **_imbalances(before, after),
         "replicas": float(measured["replicas"].mean()),
         "of_loads": (before, after),
         **dict.fromkeys(("speed_up", "share_of_ideal", "step_ms", "slot_bytes")),
@@ -152,6 +149,12 @@ def _try_slots(loads: Loads, asked: Asked, on_load: Callable[[int], object]) -> 
         }
         on_load(len(loads))
     return numbers
+
+
+def _imbalances(before: np.ndarray, after: np.ndarray) -> dict[str, float]:
+    of = {"imbalance_before": before, "imbalance": after}
+    worst = {f"{name}_worst": float(values.max()) for name, values in of.items()}
+    return {name: float(values.mean()) for name, values in of.items()} | worst
 
 
 def _layers(
@@ -174,10 +177,7 @@ def _layers(
         report.append(
             {
                 "layer": int(layer),
-                "imbalance_before": float(before[chosen].mean()),
-                "imbalance_before_worst": float(before[chosen].max()),
-                "imbalance": float(after[chosen].mean()),
-                "imbalance_worst": float(after[chosen].max()),
+                **_imbalances(before[chosen], after[chosen]),
                 "ms": ms,
                 "speed_up": ms[NONE] / ms[STRATEGY] if ms else None,
             }
