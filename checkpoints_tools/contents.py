@@ -143,11 +143,13 @@ def read_contents(path: str | Path) -> CheckpointContents:
     num_experts = max((e.shape[-2] for e in routers if e.shape), default=None)
     if (num_experts or 0) > _MOST:
         raise ValueError(f"{folder}: a router has {num_experts} experts")
-    step, saved_on = _read_origin(folder, metadata)
+    run = _read_run(folder, metadata)
+    step = run.get("step")
+    saved_on = {"num_ranks": run.get("num_ranks"), **run.get("parallel", {})}
     return CheckpointContents(
         folder=folder,
-        step=step,
-        saved_on=saved_on,
+        step=step if isinstance(step, int) else None,
+        saved_on={name: size for name, size in saved_on.items() if isinstance(size, int)},
         num_experts=num_experts,
         num_parameters=sum(math.prod(e.shape) for e in _of_model(entries)),
         entries=entries,
@@ -219,7 +221,6 @@ def read_metadata(folder: Path) -> Any:
 
 
 def _read_entries(metadata: Any) -> list[Entry]:
-    """Return all keys with their shapes by the metadata, sorted."""
     # Torch takes seconds to import, and `--help` must not wait for it.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -240,36 +241,26 @@ def _read_entries(metadata: Any) -> list[Entry]:
     return [entries[key] for key in sorted(entries)]
 
 
-def _read_origin(folder: Path, metadata: Any) -> tuple[int | None, dict[str, int]]:
-    """Return step and `saved_on`: of our `run.json`, or the common state of Megatron's training."""
+def _read_run(folder: Path, metadata: Any) -> dict[str, Any]:
+    """Return our `run.json`, or as much of one as the common state of Megatron's training says."""
     if (folder / RUN_FILE).is_file():
-        run = read_run(folder)
-        saved_on = {"num_ranks": run.get("num_ranks"), **run.get("parallel", {})}
-        return run["step"], {n: size for n, size in saved_on.items() if isinstance(size, int)}
+        return read_run(folder)
     try:
         common = _read_common(folder, metadata)
-        step = int(common["iteration"])
+        arguments = getattr(common.get("args"), "__dict__", {})
     # There is none, or it holds more than can be read without trust.
-    except (OSError, ValueError, LookupError, TypeError):
-        return None, {}
-    arguments = getattr(common.get("args"), "__dict__", {})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}
     sizes = {name: arguments.get(theirs) for name, theirs in _ARGUMENTS.items()}
-    return step, {name: size for name, size in sizes.items() if isinstance(size, int)}
+    groups = common.get("router_groups")
+    if arguments.get("moe_router_group_topk"):
+        groups = arguments.get("moe_router_num_groups")
+    return {"step": common.get("iteration"), "parallel": sizes, "router_groups": groups}
 
 
 def router_groups(folder: Path, metadata: Any) -> int:
     """Return among how many groups of neighboring experts routers choose; 1 if nothing says so."""
-    try:
-        if (folder / RUN_FILE).is_file():
-            said = read_run(folder)
-        else:
-            said = _read_common(folder, metadata)
-            arguments = getattr(said.get("args"), "__dict__", {})
-            if arguments.get("moe_router_group_topk"):
-                said = {"router_groups": arguments.get("moe_router_num_groups")}
-        groups = said.get("router_groups")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return 1
+    groups = _read_run(folder, metadata).get("router_groups")
     return groups if isinstance(groups, int) and groups > 1 else 1
 
 

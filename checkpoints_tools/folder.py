@@ -222,10 +222,12 @@ def find_damage(folder: Path) -> list[str]:
     # Other formats have other files, and Megatron would read them in other ways.
     if kind.get("sharded_backend") != _FORMAT:
         return [f"{KIND_FILE} names the format {kind.get('sharded_backend')!r}, not {_FORMAT}"]
-    ends = _ends(table)
-    # Megatron-Core before 0.19 keeps what is no tensor there, and says so.
-    if "common_backend" in kind:
-        ends |= {COMMON_FILE: 1}
+    # How far each file is read. Megatron-Core before 0.19 keeps what is no tensor in a file, and
+    # says so.
+    ends = {COMMON_FILE: 1} if "common_backend" in kind else {}
+    for stored in table.storage_data.values():
+        end = stored.offset + stored.length
+        ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
     damage = [
         problem
         for name, end in sorted(ends.items())
@@ -365,15 +367,6 @@ def _objects(
     ]
     for index, stored in objects[part::num_parts]:
         yield f"{stored.relative_path}: {index.fqn}", stored_bytes(folder, stored)
-
-
-def _ends(table: Any) -> dict[str, int]:
-    """Return how far each file is read, in bytes."""
-    ends: dict[str, int] = {}
-    for stored in table.storage_data.values():
-        end = stored.offset + stored.length
-        ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
-    return ends
 
 
 def _damage(path: Path, size: int | None, *, may_be_longer: bool = False) -> str | None:

@@ -33,7 +33,6 @@ from checkpoints_tools.folder import (
     Checksum,
     Hasher,
     find_damage,
-    free_bytes,
     making,
     newest_of,
     read_checksums,
@@ -102,10 +101,6 @@ class Relayout:
         """
         with making(self.out, self.num_bytes) as partial:
             self._fill(partial, on_bytes)
-
-    def free_bytes(self) -> int:
-        """Return the room that the disk has where the checkpoint will be."""
-        return free_bytes(self.out)
 
     def _fill(self, partial: Path, on_bytes: Callable[[int], object]) -> None:
         recorded = read_checksums(self.folder) or {}
@@ -188,7 +183,6 @@ def prepare_relayout(
 
 
 def _copy(source: Path, target: Path, on_bytes: Callable[[int], object]) -> Checksum:
-    """Copy a file to the disk, and return its checksum."""
     hasher, buffer = Hasher(), memoryview(bytearray(_PIECE_BYTES))
     with (
         open_regular(source, follow=True) as read,
@@ -215,7 +209,6 @@ def _copy_piece(source: int, target: int) -> int:
 def _find_changes(
     folder: Path, metadata: Any, layouts: Mapping[int, list[int]]
 ) -> Iterator[_Change]:
-    """Yield the stored pieces that change."""
     pieces = sizes_of_pieces(metadata)
     for index in metadata.storage_data:
         match = PARTS.fullmatch(index.fqn)

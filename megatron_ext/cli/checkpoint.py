@@ -147,18 +147,18 @@ def run_verify(arguments: argparse.Namespace) -> int:
     """Show what is wrong with a checkpoint's files; fail if anything is."""
     from checkpoints_tools import compare, verify
 
-    verdict = verify(arguments.path)
-    report = asdict(verdict) | {"folder": str(verdict.folder)}
-    if arguments.other is None or verdict.problems:
-        show(arguments, report, _verdict_lines)
-        return FAILED if verdict.problems else DONE
-    other = verify(arguments.other)
-    if other.problems:
-        show(arguments, asdict(other) | {"folder": str(other.folder)}, _verdict_lines)
-        return FAILED
-    comparison = compare(verdict.folder, other.folder)
-    report |= asdict(comparison) | {"other": str(other.folder)}
-    show(arguments, report, _comparison_lines)
+    reports = []
+    for path in filter(None, (arguments.path, arguments.other)):
+        verdict = verify(path)
+        reports.append(asdict(verdict) | {"folder": str(verdict.folder)})
+        if verdict.problems:
+            show(arguments, reports[-1], _verdict_lines)
+            return FAILED
+    report, *others = reports
+    if not others:
+        return show(arguments, report, _verdict_lines)
+    comparison = compare(report["folder"], others[0]["folder"])
+    show(arguments, report | asdict(comparison) | {"other": others[0]["folder"]}, _comparison_lines)
     return FAILED if comparison.differences else DONE
 
 

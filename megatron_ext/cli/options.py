@@ -214,12 +214,14 @@ def write_prepared(arguments: argparse.Namespace, what: str, prepared: Any) -> d
 
     `what` stands in front of the progress: "Copying".
     """
+    from checkpoints_tools.folder import free_bytes
+
     if not arguments.dry_run:
         with progress(what, prepared.num_bytes, in_bytes=True) as on_bytes:
             prepared.write(on_bytes)
     return {
         "bytes": prepared.num_bytes,
-        "free_bytes": prepared.free_bytes(),
+        "free_bytes": free_bytes(prepared.out),
         "written": not arguments.dry_run,
     }
 

@@ -45,11 +45,8 @@ class _Prepared:
 
     num_tensors, num_bytes = 12, 3000
 
-    def __init__(self, layouts):
-        self.layouts, self.written = layouts, []
-
-    def free_bytes(self):
-        return 2000
+    def __init__(self, layouts, out):
+        self.layouts, self.out, self.written = layouts, out, []
 
     def write(self, on_bytes):
         on_bytes(self.num_bytes)
@@ -64,10 +61,11 @@ def prepared(monkeypatch):
     asked = []
 
     def prepare(path, layouts, out):
-        asked.append(_Prepared(layouts))
+        asked.append(_Prepared(layouts, out))
         return asked[-1]
 
     monkeypatch.setattr(checkpoints_tools, "prepare_relayout", prepare)
+    monkeypatch.setattr(checkpoints_tools.folder, "free_bytes", lambda out: 2000)
     return asked
 
 

@@ -28,7 +28,6 @@ from checkpoints_tools.folder import (
     TABLE_FILE,
     Hasher,
     check_whole,
-    free_bytes,
     making,
     newest_of,
     seal,
@@ -79,10 +78,6 @@ class Conversion:
         with making(self.out, self.num_bytes) as partial:
             self._fill(partial, on_bytes)
 
-    def free_bytes(self) -> int:
-        """Return the room that the disk has where the folder will be."""
-        return free_bytes(self.out)
-
 
 @contextmanager
 def importing(source: Path, out: Path) -> Iterator[Conversion]:
@@ -100,10 +95,7 @@ def importing(source: Path, out: Path) -> Iterator[Conversion]:
         ValueError: The trainer cannot make the model, or a tensor is missing or damaged.
     """
     _check_new(out)
-    with (
-        HubTensors(source) as tensors,
-        described(source, tensors.precision, len(tensors)) as model,
-    ):
+    with HubTensors(source) as tensors, described(source, tensors.precision, len(tensors)) as model:
         tasks = model.tasks(tensors.sizes)
         model.check_scales(tensors.scaled)
 
