@@ -31,8 +31,8 @@ from checkpoints_tools.folder import (
     stored_bytes,
 )
 from checkpoints_tools.pickles import read_object, read_table
-from megatron_ext.arguments import ranges
 from megatron_ext.files.opening import open_regular
+from megatron_ext.words import ranges
 
 # A name that a replica or its buffer would have. Only whole words: `replica_id` is Megatron's.
 _TEMPORARY = re.compile(r"(?<![a-z])(slots?|replicas?)(?![a-z])", re.IGNORECASE)

@@ -10,10 +10,11 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
+
+from megatron_ext.words import did_you_mean
 
 WRONG_USAGE = 2
 """The exit status where a command was called wrongly."""
@@ -66,18 +67,6 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number >= 1")
     return number
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a hint for the end of a message about an unknown name; empty if no name is near.
-
-    >>> did_you_mean("quotaa", ["none", "quota"])
-    '; did you mean quota?'
-    >>> did_you_mean("magic", ["none", "quota"])
-    ''
-    """
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def near_path(path: str | Path) -> str:
@@ -141,19 +130,6 @@ def one_line(said: BaseException | str) -> str:
 def plain(text: str) -> str:
     """Write out what a terminal would take for commands, but tabs and line ends."""
     return text.translate(_CONTROLS)
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Write increasing numbers shortly.
-
-    >>> ranges([3, 7, 8, 9])
-    '3, 7-9'
-    """
-    known = set(numbers)
-    starts = [one for one in numbers if one - 1 not in known]
-    ends = [one for one in numbers if one + 1 not in known]
-    pairs = zip(starts, ends, strict=True)
-    return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in pairs)
 
 
 def field_docs(section: type[Any]) -> dict[str, str]:

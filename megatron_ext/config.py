@@ -153,7 +153,7 @@ def wrong_value(section: Any, name: str, value: Any) -> str:
 
 def no_setting(section: Any, name: str) -> str:
     """Say that a section has no setting of a name, and which is near; else which there are."""
-    from megatron_ext.arguments import did_you_mean
+    from megatron_ext.words import did_you_mean
 
     known = [each.name for each in fields(section)]
     near = did_you_mean(name, known) or f"; the settings here are {', '.join(known)}"
@@ -203,7 +203,7 @@ class _Rule:
         is_number = isinstance(value, int | float) and self.has_type(value)
         is_finite = is_number and (isinstance(value, int) or math.isfinite(value))
         is_out_of_range = is_finite and not self.choices
-        from megatron_ext.arguments import did_you_mean
+        from megatron_ext.words import did_you_mean
 
         near = did_you_mean(value, self.choices) if isinstance(value, str) else ""
         rule = self._range() if is_out_of_range else self.allowed

@@ -19,14 +19,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from megatron_ext.arguments import (
-    WRONG_USAGE,
-    OneLineParser,
-    did_you_mean,
-    error_line,
-    field_docs,
-)
+from megatron_ext.arguments import WRONG_USAGE, OneLineParser, error_line, field_docs
 from megatron_ext.config import BalanceConfig, ConfigError, Section
+from megatron_ext.words import did_you_mean
 
 PROGRAM = "python -m megatron_ext.pretrain"
 PREFIX = "--moe-balance-"

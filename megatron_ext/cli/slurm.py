@@ -10,8 +10,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ext.arguments import did_you_mean, plain
+from megatron_ext.arguments import plain
 from megatron_ext.files.opening import NotRegularError, whole_lines
+from megatron_ext.words import did_you_mean
 
 _POLL_S = 2.0
 """Between two looks at a job: often enough for people, seldom enough for a controller."""

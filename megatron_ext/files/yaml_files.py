@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from megatron_ext.arguments import did_you_mean, one_line
+from megatron_ext.arguments import one_line
 from megatron_ext.files.opening import NotRegularError, read_regular
+from megatron_ext.words import did_you_mean
 
 T = TypeVar("T")
 

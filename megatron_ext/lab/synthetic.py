@@ -27,9 +27,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from megatron_ext.arguments import did_you_mean
 from megatron_ext.config import check_fields, limits, setting
 from megatron_ext.files.loads import Loads
+from megatron_ext.words import did_you_mean
 
 Law: TypeAlias = Callable[[float], np.ndarray]
 """Popularity of the experts, float [E], at an exponent: the larger, the steeper."""

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_ext.arguments import ranges
 from megatron_ext.balance.metrics import home_loads, imbalances
 from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import Cells, fill, html_table, markdown_table
@@ -24,6 +23,7 @@ from megatron_ext.lab.planning import Asked
 from megatron_ext.lab.replay import replay
 from megatron_ext.lab.simulate import LEFT_OUT, NONE, Setting, simulate
 from megatron_ext.trainer.reports.page import Page, page_html, part, sentences, wide
+from megatron_ext.words import ranges
 
 STRATEGY = "quota"
 SLOTS = (1, 2, 4, 8)

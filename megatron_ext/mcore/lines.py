@@ -16,10 +16,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from megatron_ext.arguments import ranges
 from megatron_ext.balance import reruns
 from megatron_ext.balance.layer_report import LayerReport
 from megatron_ext.balance.metrics import home_imbalances, imbalances
+from megatron_ext.words import ranges
 
 _logger = logging.getLogger("megatron_ext.balance")
 # By default Python shows warnings only, and these lines are no warnings.

@@ -30,12 +30,13 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_ext.arguments import WRONG_USAGE, did_you_mean, one_line
+from megatron_ext.arguments import WRONG_USAGE, one_line
 from megatron_ext.balance.strategies import unknown_strategy
 from megatron_ext.config import BalanceConfig, ConfigError, no_setting, wrong_value
 from megatron_ext.files.recipes import recipe_names, shipped_recipes
 from megatron_ext.files.yaml_files import check_yaml, faults_of, read_yaml
 from megatron_ext.trainer.config import MEGATRON_NAMES, SCHEMA, DataConfig, TrainConfig
+from megatron_ext.words import did_you_mean
 
 _OF_HYDRA = re.compile(r"(?<![\w-])hydra(?![\w-])")
 """Hydra itself, as a key, a package or a group of recipes."""

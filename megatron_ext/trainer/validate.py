@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from megatron_ext.arguments import did_you_mean, one_line
+from megatron_ext.arguments import one_line
 from megatron_ext.balance.planner import LayerPlanner, plan_layout
 from megatron_ext.balance.strategies import STRATEGIES, PlanSettings
 from megatron_ext.balance.strategies.strategy import StaysMegatron
@@ -26,6 +26,7 @@ from megatron_ext.trainer.checkpoints.choice import find_checkpoint, model_diffe
 from megatron_ext.trainer.config import MEGATRON_NAMES, TrainConfig
 from megatron_ext.trainer.data import DATA_ERRORS, find_data, has_data, open_data
 from megatron_ext.trainer.early import run_dir_problems
+from megatron_ext.words import did_you_mean
 
 
 def validate(config: TrainConfig, *, num_ranks: int, needs_data: bool = True) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-from megatron_ext.arguments import did_you_mean
 from megatron_ext.balance.strategies.strategy import Planner, Solves, Strategy
 from megatron_ext.balance.strategies.strategy import PlanSettings as PlanSettings
 from megatron_ext.config import OBJECTIVES, BalanceConfig
+from megatron_ext.words import did_you_mean
 
 _METHODS = "megatron_ext.methods"
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from megatron_ext.arguments import ranges
 from megatron_ext.config import COST_UNITS, ConfigError
 from megatron_ext.files.json_files import json_text
 from megatron_ext.files.locks import FolderInUseError, held
@@ -38,6 +37,7 @@ from megatron_ext.trainer.reports.run_page import FILE as REPORT_FILE
 from megatron_ext.trainer.sinks import SINKS
 from megatron_ext.trainer.sinks.sink import Sink
 from megatron_ext.trainer.sinks.tensorboard import FOLDER as TENSORBOARD_FOLDER
+from megatron_ext.words import ranges
 
 logger = logging.getLogger(__name__)
 
