@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.balance import reruns
@@ -27,7 +27,7 @@ from megatron_ext.balance.reroute import RoutingMaps
 from megatron_ext.balance.slots import SlotBuffers, shared_slot_buffers
 from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.config import COST_UNITS, BalanceConfig, unless_auto
-from megatron_ext.mcore.experts import ExpertWeights, finish_parameter_gather, run_experts
+from megatron_ext.mcore.experts import ExpertWeights, finish_parameter_gather
 from megatron_ext.transport import GathersRows, TransportOptions
 from megatron_ext.transport.reach import gather
 
@@ -58,8 +58,6 @@ class LayerBalancer:
     ep_group: ProcessGroup
     planning_group: ProcessGroup
     """The ranks that plan alike."""
-    experts: nn.Module
-    """Megatron's module with this rank's experts."""
     expert_weights: ExpertWeights
     width: int
     """Elements of an expert's input, and of its output, for an assignment."""
@@ -157,11 +155,11 @@ class LayerBalancer:
         from megatron_ext.mcore.measure import CostMeter, measure_costs
 
         assert self.buffers is not None
-        finish_parameter_gather(self.experts)
+        finish_parameter_gather(self.expert_weights.experts)
         meter = CostMeter(
             buffers=self.buffers,
             mains=mains,
-            run_mains=partial(run_experts, self.experts, self.expert_weights, NO_SLOTS),
+            run_mains=partial(self.expert_weights.run, NO_SLOTS),
             width=self.width,
             probs_dtype=probs_dtype,
             load=load,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ext.config import BalanceConfig, ConfigError
-from megatron_ext.mcore.experts import EXPERT_KINDS, quantization_problem
+from megatron_ext.mcore.experts import EXPERT_KINDS, name_of, quantization_problem
 from megatron_ext.mcore.limits import validate_for_balancing
 from megatron_ext.mcore.spec import modules_of, with_balanced_layers
 
@@ -29,7 +29,7 @@ def check(config: Any, balance: BalanceConfig, spec: Any = None) -> None:
     """
     problems = validate_for_balancing(config, balance)
     if spec is not None:
-        kinds = modules_of(spec) & {*EXPERT_KINDS}
+        kinds = [each for each in modules_of(spec) if name_of(each) in EXPERT_KINDS]
         problems += filter(None, (quantization_problem(config, kind) for kind in kinds))
         try:
             with_balanced_layers(spec, balance)

@@ -1,7 +1,7 @@
 """Stage 6: experts over main weights and slot weights.
 
 Tokens arrive sorted by this rank's physical experts, mains first, then slots. For each kind of
-experts module, a class with the methods of `ExpertWeights` finds the weights, and runs mains and
+experts module, a class of `ExpertWeights` finds the weights, and lets the module run mains and
 slots. Each kind is one file and one line of `EXPERT_KINDS`.
 
 Legend: M mains per rank, S slots per rank, H hidden.
@@ -10,29 +10,35 @@ Legend: M mains per rank, S slots per rank, H hidden.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from typing import Any
 
 from megatron.core.distributed import distributed_data_parallel
 from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp
-from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor, nn
 
 from megatron_ext.balance.main_weights import MainWeights, Segment, is_sharded
-from megatron_ext.mcore.grouped_experts import GroupedExperts, GroupedWeights
 from megatron_ext.mcore.limits import quantization_of
-from megatron_ext.mcore.sequential_experts import SequentialWeights, run_mains
 
 
-class ExpertWeights(Protocol):
-    """How one kind of experts module keeps and uses its weights."""
+class ExpertWeights:
+    """How one kind of experts module keeps and uses its weights; made by `expert_weights`."""
 
-    @property
+    def __init__(self, experts: Any) -> None:
+        self.experts = experts
+
+    @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """Return what an expert's state is made of; asked for in the layer's first forward."""
+        raise NotImplementedError
 
     def mains(self) -> MainWeights:
         """Return this rank's main weights, anew in each forward: a wrapper may move weights."""
+        raise NotImplementedError
 
     def require_plain(self) -> None:
         """Check that a program has added nothing to the experts that replicas would not have.
@@ -42,20 +48,16 @@ class ExpertWeights(Protocol):
         Raises:
             ValueError: It has.
         """
+        raise NotImplementedError
 
-    def forget_step(self) -> None:
-        """Drop what an aborted step has left for delayed weight gradients."""
-
-    def run_delayed(self, compute: Callable[[], None], num_slots: int) -> list[Any]:
-        """Compute the delayed weight gradients of one backward, by Megatron's `backward_dw`.
-
-        Returns the gradients of all slots by segment; None if fused products have added them.
-        """
+    def lent(self, slots: Sequence[Any]) -> AbstractContextManager[None]:
+        """Let the experts' module run the S >= 1 slots behind the mains, for the block."""
+        raise NotImplementedError
 
     def run(
         self, slots: Sequence[Any], tokens: Tensor, counts: Tensor, probs: Tensor, **buffers: Tensor
     ) -> Tensor:
-        """Run the mains and the S >= 1 slots.
+        """Run the mains and the slots, if there are any.
 
         Args:
             slots: Their weights, an entry a segment, stacked [S, *shape] or a list of S tensors,
@@ -68,21 +70,39 @@ class ExpertWeights(Protocol):
         Returns:
             Expert outputs, [N', H], in the order of `tokens`.
         """
+        with self.lent(slots) if len(slots[0]) > 0 else nullcontext():
+            output, bias = self.experts(tokens, counts, probs, **buffers)
+        assert bias is None, "Megatron adds expert biases inside the experts"
+        return output
+
+    def run_delayed(self, compute: Callable[[], None], num_slots: int) -> list[Any]:
+        """Compute the delayed weight gradients of one backward, by Megatron's `backward_dw`.
+
+        Returns the gradients of all slots by segment; None if fused products have added them, and
+        where a kind delays none.
+        """
+        compute()
+        return [None] * len(self.segments)
+
+    def forget_step(self) -> None:
+        """Drop what an aborted step has left for delayed weight gradients."""
 
 
-def _of_te(experts: Any) -> ExpertWeights:
-    # Imported here, because other experts do without.
-    from megatron_ext.mcore.quantized import QuantizedWeights
+_MEGATRON = "megatron.core.transformer.moe.experts"
 
-    return QuantizedWeights(experts)
-
-
-EXPERT_KINDS: dict[type[nn.Module], Callable[[Any], ExpertWeights]] = {
-    SequentialMLP: SequentialWeights,
-    GroupedExperts: GroupedWeights,
-    TEGroupedMLP: _of_te,
+EXPERT_KINDS = {
+    f"{_MEGATRON}.SequentialMLP": "megatron_ext.mcore.sequential_experts:SequentialWeights",
+    f"{_MEGATRON}.TEGroupedMLP": "megatron_ext.mcore.quantized:QuantizedWeights",
+    "megatron_ext.mcore.grouped_experts.GroupedExperts": (
+        "megatron_ext.mcore.grouped_experts:GroupedWeights"
+    ),
 }
-"""Makes the `ExpertWeights` of an experts module, by the class of the module."""
+"""Module and class of the `ExpertWeights`, by the class of the experts; imported when needed."""
+
+
+def name_of(module_class: type) -> str:
+    """Return the name of a class as in `EXPERT_KINDS`."""
+    return f"{module_class.__module__}.{module_class.__name__}"
 
 
 def expert_weights(experts: nn.Module) -> ExpertWeights:
@@ -92,8 +112,8 @@ def expert_weights(experts: nn.Module) -> ExpertWeights:
         ValueError: Experts of this kind cannot be balanced.
     """
     let_all_microbatches_accumulate(experts)
-    for module_class, kind in EXPERT_KINDS.items():
-        if isinstance(experts, module_class):
+    for module_class in type(experts).__mro__:
+        if (kind := EXPERT_KINDS.get(name_of(module_class))) is not None:
             if problem := quantization_problem(experts.config, module_class):
                 raise ValueError(problem)
             if module_class is not TEGroupedMLP and any(map(is_sharded, experts.parameters())):
@@ -101,7 +121,8 @@ def expert_weights(experts: nn.Module) -> ExpertWeights:
                     f"expert_gtp_weight_remat_size must be 1 with {module_class.__name__}: of "
                     "sharded experts, only TEGroupedMLP's have replicas (give --moe-grouped-gemm)"
                 )
-            return kind(experts)
+            made: ExpertWeights = pkgutil.resolve_name(kind)(experts)
+            return made
     raise ValueError(
         f"experts of type {type(experts).__name__} cannot be balanced; use TEGroupedMLP "
         "(moe_grouped_gemm=True with Transformer Engine), SequentialMLP (moe_grouped_gemm=False) "
@@ -134,19 +155,21 @@ def quantization_problem(config: Any, experts_class: type[nn.Module]) -> str | N
     )
 
 
-def run_experts(
-    experts: nn.Module,
-    weights: ExpertWeights,
-    slots: Sequence[Any],
-    tokens: Tensor,
-    counts: Tensor,
-    probs: Tensor,
-    **buffers: Tensor,
-) -> Tensor:
-    """Run `ExpertWeights.run` on the `weights` of `experts`; without slots, Megatron's module."""
-    if len(slots[0]) > 0:
-        return weights.run(slots, tokens, counts, probs, **buffers)
-    return run_mains(experts, tokens, counts, probs, **buffers)
+@contextmanager
+def lent_to(module: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Let a module have these attributes for the block.
+
+    They are set in `vars`, past nn.Module, which would register tensors as parameters. There they
+    hide parameters of the same names. One that stayed would keep the microbatch's graph alive.
+    """
+    own = {name: vars(module)[name] for name in attributes if name in vars(module)}
+    vars(module).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del vars(module)[name]
+        vars(module).update(own)
 
 
 def finish_parameter_gather(module: nn.Module) -> None:

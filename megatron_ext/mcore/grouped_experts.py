@@ -172,10 +172,10 @@ class GroupedWeights(SlotsBehindMains):
     def mains(self) -> MainWeights:
         """See `ExpertWeights.mains`."""
         # PyTorch's grouped product gives its gradients to autograd, with fusion on or off.
-        return MainWeights((self._experts.fc1, self._experts.fc2), fused=False)
+        return MainWeights((self.experts.fc1, self.experts.fc2), fused=False)
 
     def run_slots(
         self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor
     ) -> Tensor:
         """Run the slots in one grouped product."""
-        return self._experts.compute(*weights, tokens, torch.tensor(num_tokens), probs)
+        return self.experts.compute(*weights, tokens, torch.tensor(num_tokens), probs)

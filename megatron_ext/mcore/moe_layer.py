@@ -65,7 +65,6 @@ from megatron_ext.mcore.experts import (
     ExpertWeights,
     expert_weights,
     finish_parameter_gather,
-    run_experts,
 )
 from megatron_ext.mcore.in_place import check_in_place, check_main_grads
 from megatron_ext.mcore.limits import require_valid
@@ -154,8 +153,7 @@ class BalancedMoELayer(SharedExpertsLater):
         if self.layout.slots > 0:
             self._choose_transport()
         self.token_dispatcher = physical_dispatcher(self, pg_collection)
-        # A pair, because PyTorch would register the module a second time.
-        self._weights_of = self.experts, expert_weights(self.experts)
+        self._expert_weights = expert_weights(self.experts)
         self.first_layer_of_chunk: int | None = None
         """Layers before the first layer of this chunk; see `set_chunk`."""
         # The forward under way, and the edge of its join. The layer holds both, because Megatron
@@ -422,9 +420,7 @@ class BalancedMoELayer(SharedExpertsLater):
         """
         buffers = expert_buffers(self.token_dispatcher)
         with stage(EXPERTS), forward.hide_slots():
-            output = run_experts(
-                self.experts, self.expert_weights, slots, tokens, counts, probs, **buffers
-            )
+            output = self.expert_weights.run(slots, tokens, counts, probs, **buffers)
         return forward.before_experts_backward(output)
 
     def combine(self, output: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -487,9 +483,9 @@ class BalancedMoELayer(SharedExpertsLater):
         Raises:
             ValueError: By experts that cannot be balanced.
         """
-        if self.experts is not self._weights_of[0]:
-            self._weights_of = self.experts, expert_weights(self.experts)
-        return self._weights_of[1]
+        if self.experts is not self._expert_weights.experts:
+            self._expert_weights = expert_weights(self.experts)
+        return self._expert_weights
 
     def balancer_for(self, device: torch.device) -> tuple[LayerBalancer, MainWeights]:
         """Return the layer's balancer for an input on this device, and its weights.
@@ -497,7 +493,7 @@ class BalancedMoELayer(SharedExpertsLater):
         A program that casts or moves the model, or replaces its experts, gets a new one, without
         the loads seen so far; all ranks that plan alike do so between the same forwards.
         """
-        if not self.is_started or self.balancer.experts is not self.experts:
+        if not self.is_started or self.balancer.expert_weights is not self.expert_weights:
             self.start(device)  # It changes how quantized weights are held.
         mains = self.expert_weights.mains()
         if not self.balancer.fits(mains):
@@ -532,7 +528,6 @@ class BalancedMoELayer(SharedExpertsLater):
             set_name=self.set_name,
             ep_group=self.ep_group,
             planning_group=self.planning_group,
-            experts=self.experts,
             expert_weights=self.expert_weights,
             width=int(self.config.moe_latent_size or self.config.hidden_size),
             dtype=example.dtype,

@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
 from megatron_ext.balance.main_weights import Held, MainWeights, Part, Segment, SeparateMains
-from megatron_ext.mcore.sequential_experts import lent_to
+from megatron_ext.mcore.experts import lent_to
 from megatron_ext.mcore.te_experts import LINEARS, TEGroupedWeights
 
 _ROW_NAMES = ("_data", "_rowwise_data", "_scale_inv", "_rowwise_scale_inv", "_amax_rowwise")
@@ -251,7 +251,7 @@ class QuantizedWeights(TEGroupedWeights):
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """See `ExpertWeights.segments`. Only in a forward is it known what quantizes."""
-        linears = {name: getattr(self._experts, name) for name in LINEARS}
+        linears = {name: getattr(self.experts, name) for name in LINEARS}
         fuses = self._op_fuser is not None
         self._precisions = {
             name: Precision.of(linear, for_op_fuser=fuses) for name, linear in linears.items()
@@ -268,7 +268,7 @@ class QuantizedWeights(TEGroupedWeights):
             ValueError: A linear has another precision than in the layer's first forward.
         """
         for name, precision in self._precisions.items():
-            with precision_of(getattr(self._experts, name)) as recipe:
+            with precision_of(getattr(self.experts, name)) as recipe:
                 if recipe != precision.recipe:
                     raise ValueError(
                         f"experts.{name} computes by {recipe or 'no recipe of quantization'}, and "
@@ -283,22 +283,21 @@ class QuantizedWeights(TEGroupedWeights):
         if kind != "weight" or not precision.parts:
             return held
         assert isinstance(held, list), "limits.py refuses a single weight of all experts"
-        fused = self._experts.config.gradient_accumulation_fusion
-        return QuantizedMains(held, fused, getattr(self._experts, name), precision)
+        fused = self.experts.config.gradient_accumulation_fusion
+        return QuantizedMains(held, fused, getattr(self.experts, name), precision)
 
     def _read_for(self, name: str) -> list[Tensor]:
         # What a push has made of parameters in bf16: operations want all weights of one kind.
-        kept = getattr(self._experts, name)._fp8_workspaces
+        kept = getattr(self.experts, name)._fp8_workspaces
         return [kept[key] for key in sorted(kept, key=lambda key: int(key[len("weight") :]))]
 
-    def run(
-        self, slots: Sequence[Any], tokens: Tensor, counts: Tensor, probs: Tensor, **buffers: Tensor
-    ) -> Tensor:
-        """See `TEGroupedWeights.run`; lends quantizers and paddings for slots."""
+    @contextmanager
+    def lent(self, slots: Sequence[Any]) -> Iterator[None]:
+        """See `TEGroupedWeights.lent`; lends quantizers and paddings for slots."""
         num_slots = len(slots[0])
         with ExitStack() as stack:
             for name in LINEARS:
-                linear = getattr(self._experts, name)
+                linear = getattr(self.experts, name)
                 precision = self._precisions.get(name)
                 if precision is not None and not precision.parts:
                     # A push says so to quantized ones. Experts may run in parts, and the part that
@@ -306,8 +305,9 @@ class QuantizedWeights(TEGroupedWeights):
                     linear.is_first_microbatch = False
                 lent = self._quantizers.setdefault(name, SlotQuantizers(linear, num_slots))
                 stack.enter_context(lent.lent())
-            stack.enter_context(_padding_for_slots(self._experts, num_slots))
-            return super().run(slots, tokens, counts, probs, **buffers)
+            stack.enter_context(_padding_for_slots(self.experts, num_slots))
+            stack.enter_context(super().lent(slots))
+            yield
 
 
 class SlotQuantizers:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,69 +14,24 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
 from megatron_ext.balance.main_weights import MainWeights, Segment
+from megatron_ext.mcore.experts import ExpertWeights, lent_to
 
 
-def run_mains(
-    experts: Callable[..., Any], tokens: Tensor, counts: Tensor, probs: Tensor, **buffers: Tensor
-) -> Tensor:
-    """Run Megatron's module on tokens [N', H] sorted by main, counts [M], probabilities [N'].
+class SlotsBehindMains(ExpertWeights):
+    """Runs the mains with Megatron's module, then the slots."""
 
-    `buffers` are those of `ExpertWeights.run`; only `TEGroupedMLP` takes any.
-    """
-    output: Tensor
-    output, bias = experts(tokens, counts, probs, **buffers)
-    assert bias is None, "Megatron adds expert biases inside the experts"
-    return output
-
-
-@contextmanager
-def lent_to(module: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Let a module have these attributes for the block.
-
-    They are set in `vars`, past nn.Module, which would register tensors as parameters. There they
-    hide parameters of the same names. One that stayed would keep the microbatch's graph alive.
-    """
-    own = {name: vars(module)[name] for name in attributes if name in vars(module)}
-    vars(module).update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            del vars(module)[name]
-        vars(module).update(own)
-
-
-class SlotsBehindMains:
-    """Runs the mains with Megatron's module, then the slots: a base of `ExpertWeights`."""
-
-    segments: tuple[Segment, ...]
-
-    def __init__(self, experts: Any) -> None:
-        self._experts = experts
-
-    def forget_step(self) -> None:
-        """Do nothing: these experts delay no gradients."""
-
-    def run_delayed(self, compute: Callable[[], None], num_slots: int) -> list[Any]:
-        """See `ExpertWeights.run_delayed`."""
-        compute()
-        return [None] * len(self.segments)
-
-    def run(
-        self, slots: Sequence[Any], tokens: Tensor, counts: Tensor, probs: Tensor, **buffers: Tensor
-    ) -> Tensor:
-        """See `ExpertWeights.run`. Hooks on the module get the tokens of mains and slots."""
-        with lent_to(self._experts, {"forward": partial(self._run, slots)}):
-            return run_mains(self._experts, tokens, counts, probs, **buffers)
+    def lent(self, slots: Sequence[Any]) -> AbstractContextManager[None]:
+        """See `ExpertWeights.lent`. Hooks on the module get the tokens of mains and slots."""
+        return lent_to(self.experts, {"forward": partial(self._run, slots)})
 
     def require_plain(self) -> None:
         """See `ExpertWeights.require_plain`."""
-        if "forward" in vars(self._experts):
+        if "forward" in vars(self.experts):
             raise ValueError("experts.forward was replaced, and replicas run without: use a hook")
 
     def _run(
         self, slots: Sequence[Any], tokens: Tensor, counts: Tensor, probs: Tensor, **buffers: Tensor
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Any]:
         """Run mains and slots in the place of the module's forward."""
         counts = counts.cpu()  # The mains' module reads them on the host, too.
         num_mains = counts.numel() - len(slots[0])
@@ -85,12 +40,12 @@ class SlotsBehindMains:
         sizes = [tokens.shape[0] - num_slot_tokens, num_slot_tokens]
         main_tokens, slot_tokens = tokens.split(sizes)
         main_probs, slot_probs = probs.split(sizes)
-        run = partial(type(self._experts).forward, self._experts)
-        output = run_mains(run, main_tokens, counts[:num_mains], main_probs, **buffers)
+        run = type(self.experts).forward
+        output, bias = run(self.experts, main_tokens, counts[:num_mains], main_probs, **buffers)
         if num_slot_tokens > 0:
             of_slots = self.run_slots(slots, slot_tokens, slot_counts, slot_probs)
             output = torch.cat([output, of_slots])
-        return output, None
+        return output, bias
 
     def run_slots(
         self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor
@@ -122,17 +77,17 @@ class SequentialWeights(SlotsBehindMains):
 
     def mains(self) -> MainWeights:
         """See `ExpertWeights.mains`."""
-        per_expert = [dict(expert.named_parameters()) for expert in self._experts.local_experts]
+        per_expert = [dict(expert.named_parameters()) for expert in self.experts.local_experts]
         return MainWeights(
             tuple([weights[segment.name] for weights in per_expert] for segment in self.segments),
-            fused=self._experts.config.gradient_accumulation_fusion,
+            fused=self.experts.config.gradient_accumulation_fusion,
         )
 
     def require_plain(self) -> None:
         """See `ExpertWeights.require_plain`: slots run in main 0's module."""
         super().require_plain()
         names = [segment.name for segment in self.segments]
-        for m, expert in enumerate(self._experts.local_experts):
+        for m, expert in enumerate(self.experts.local_experts):
             if own := _own(expert, names):
                 raise ValueError(
                     f"experts.local_experts.{m} has {own}, and its replicas would compute without: "
@@ -143,7 +98,7 @@ class SequentialWeights(SlotsBehindMains):
         self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor
     ) -> Tensor:
         """Run main 0's module with each slot's weights in turn."""
-        if self._experts.config.moe_apply_probs_on_input:
+        if self.experts.config.moe_apply_probs_on_input:
             tokens = (tokens * probs.unsqueeze(-1)).to(tokens.dtype)
             probs = torch.ones_like(probs)
         names = [segment.name for segment in self.segments]
@@ -151,7 +106,7 @@ class SequentialWeights(SlotsBehindMains):
         of_slots = zip(rows, tokens.split(num_tokens), probs.split(num_tokens), strict=True)
         outputs = [
             torch.func.functional_call(
-                self._experts.local_experts[0],
+                self.experts.local_experts[0],
                 dict(zip(names, row, strict=True)),
                 (slot_tokens, slot_probs),
             )[0]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -24,8 +24,6 @@ from megatron_ext.balance.strategies import get_strategy, of_methods
 from megatron_ext.balance.strategies.strategy import ForcesEven, StaysMegatron
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore import process_hooks
-from megatron_ext.mcore.experts import EXPERT_KINDS
-from megatron_ext.mcore.grouped_experts import GroupedExperts
 from megatron_ext.mcore.limits import require_balance_config
 from megatron_ext.mcore.moe_layer import (
     BalancedMoELayer,
@@ -105,7 +103,7 @@ def _check_parts(spec: Any) -> None:
     names, modules = _module_names(spec), modules_of(spec)
     if balanced := {each.__name__ for each in modules if issubclass(each, ObservedMoELayer)}:
         raise ValueError(f"the spec is balanced already: it has {', '.join(sorted(balanced))}")
-    if unknown := _grouped_by_megatron(names - {kind.__name__ for kind in EXPERT_KINDS}):
+    if unknown := _grouped_by_megatron(names - {TEGroupedMLP.__name__}):
         raise ValueError(
             f"the spec has experts of {unknown}, which cannot be balanced: make it with "
             "Transformer Engine's TEGroupedMLP, or with moe_grouped_gemm=False; "
@@ -154,6 +152,9 @@ def grouped_mm_spec(spec: Any) -> Any:
     Raises:
         ValueError: There are no `SequentialMLP` experts in `spec`.
     """
+    # Imported here, because other experts do without.
+    from megatron_ext.mcore.grouped_experts import GroupedExperts
+
     if by_megatron := _grouped_by_megatron(_module_names(spec)):
         raise ValueError(
             f"the spec has experts of {by_megatron}: make it with moe_grouped_gemm=False, which "

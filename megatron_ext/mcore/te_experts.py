@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from megatron_ext.balance.forward import kept_in_place
 from megatron_ext.balance.main_weights import Held, MainWeights, Segment, Split, is_sharded
+from megatron_ext.mcore.experts import ExpertWeights, lent_to
 from megatron_ext.mcore.in_place import memory_of
-from megatron_ext.mcore.sequential_experts import lent_to, run_mains
 from megatron_ext.mcore.sharded import LedSlots, ShardedMains, Whole, leader_of
 
 LINEARS = ("linear_fc1", "linear_fc2")
@@ -35,7 +35,7 @@ _HELD = re.compile(rf"({'|'.join(LINEARS)})\.(weight|bias)\d*")
 """Names of the parameters that replicas are made of."""
 
 
-class TEGroupedWeights:
+class TEGroupedWeights(ExpertWeights):
     """Mains and slots of `TEGroupedMLP`.
 
     Each linear has parameters `weight0` to `weight{M - 1}` and biases, or one `weight`.
@@ -45,7 +45,7 @@ class TEGroupedWeights:
     """
 
     def __init__(self, experts: TEGroupedMLP) -> None:
-        self._experts = experts
+        super().__init__(experts)
         # Megatron-Core before 0.17 has no such path.
         self._op_fuser = _OpFuser(experts) if getattr(experts, "_with_fused_impl", False) else None
         if self._op_fuser is not None and experts.config.add_bias_linear:
@@ -59,7 +59,7 @@ class TEGroupedWeights:
     def segments(self) -> tuple[Segment, ...]:
         """See `ExpertWeights.segments`."""
         return tuple(
-            Segment(f"{name}.{kind}", _shape(getattr(self._experts, name), kind))
+            Segment(f"{name}.{kind}", _shape(getattr(self.experts, name), kind))
             for name in LINEARS
             for kind in self._kinds
         )
@@ -67,13 +67,13 @@ class TEGroupedWeights:
     @property
     def _kinds(self) -> tuple[str, ...]:
         """Kinds of parameters that a linear has for each expert."""
-        return ("weight", "bias") if self._experts.config.add_bias_linear else ("weight",)
+        return ("weight", "bias") if self.experts.config.add_bias_linear else ("weight",)
 
     def mains(self) -> MainWeights:
         """See `ExpertWeights.mains`."""
         return MainWeights(
             tuple(self._held(name, kind) for name in LINEARS for kind in self._kinds),
-            fused=self._experts.config.gradient_accumulation_fusion,
+            fused=self.experts.config.gradient_accumulation_fusion,
         )
 
     def _read_for(self, name: str) -> list[Tensor]:
@@ -82,19 +82,19 @@ class TEGroupedWeights:
 
     def _held(self, name: str, kind: str) -> Held:
         """Return a linear's weights, or biases, as `MainWeights` takes them."""
-        linear = getattr(self._experts, name)
+        linear = getattr(self.experts, name)
         if _is_single(linear):
             return Split(linear.weight, _values(linear.weight))
         mains = [getattr(linear, f"{kind}{m}") for m in range(linear.num_gemms)]
         if not is_sharded(mains[0]):
             return mains
-        fused = self._experts.config.gradient_accumulation_fusion
+        fused = self.experts.config.gradient_accumulation_fusion
         return ShardedMains(mains, fused, Whole(mains[0]))
 
     def forget_step(self) -> None:
         """See `ExpertWeights.forget_step`. The linears are Megatron's; see `reset_after_abort`."""
         if self._op_fuser is not None:
-            self._op_fuser = _OpFuser(self._experts)
+            self._op_fuser = _OpFuser(self.experts)
 
     def run_delayed(self, compute: Callable[[], None], num_slots: int) -> list[Any]:
         """See `ExpertWeights.run_delayed`."""
@@ -104,10 +104,10 @@ class TEGroupedWeights:
             return [None] * len(self.segments)
         # Transformer Engine sets the `.grad` of biases, and reads no weight.
         stand_ins = [
-            [torch.empty_like(getattr(self._experts, name).bias0) for _ in range(num_slots)]
+            [torch.empty_like(getattr(self.experts, name).bias0) for _ in range(num_slots)]
             for name in LINEARS
         ]
-        with _lent(self._experts, [{"weight": each, "bias": each} for each in stand_ins]):
+        with _lent(self.experts, [{"weight": each, "bias": each} for each in stand_ins]):
             compute()
         return [
             [bias.grad for bias in of_linear] if kind == "bias" else None
@@ -115,22 +115,21 @@ class TEGroupedWeights:
             for kind in self._kinds
         ]
 
-    def run(
-        self, slots: Sequence[Any], tokens: Tensor, counts: Tensor, probs: Tensor, **buffers: Tensor
-    ) -> Tensor:
-        """See `ExpertWeights.run`. The host reads the counts once, as in Megatron.
+    @contextmanager
+    def lent(self, slots: Sequence[Any]) -> Iterator[None]:
+        """See `ExpertWeights.lent`. The host reads the counts once, as in Megatron.
 
         Raises:
             ValueError: This rank holds replicas of trained weights, and its own weights are frozen.
         """
         of_linears = slots[:: len(self._kinds)]  # Without biases.
         self._require_trained(of_linears)
-        with self._lending(slots), _led(self._experts, of_linears):
-            return run_mains(self._experts, tokens, counts, probs, **buffers)
+        with self._lending(slots), _led(self.experts, of_linears):
+            yield
 
     def require_plain(self) -> None:
         """See `ExpertWeights.require_plain`."""
-        experts = self._experts
+        experts = self.experts
         of_experts = chain(experts.named_parameters(), experts.named_buffers())
         if others := [name for name, _ in of_experts if not _HELD.fullmatch(name)]:
             raise ValueError(
@@ -142,7 +141,7 @@ class TEGroupedWeights:
     def _require_trained(self, of_linears: Sequence[Any]) -> None:
         for name, of_slots in zip(LINEARS, of_linears, strict=True):
             # A linear's products give all weights gradients if the first weight needs one.
-            is_trained = next(getattr(self._experts, name).parameters()).requires_grad
+            is_trained = next(getattr(self.experts, name).parameters()).requires_grad
             if of_slots[0].requires_grad and not is_trained:
                 raise ValueError(
                     f"experts.{name} of this rank is frozen, and that of another EP rank is not, "
@@ -156,7 +155,7 @@ class TEGroupedWeights:
             return self._op_fuser.lent(slots, [self._read_for(name) for name in LINEARS])
         each = iter(slots)
         further = [{kind: next(each) for kind in self._kinds} for _ in LINEARS]
-        return _lent(self._experts, further)
+        return _lent(self.experts, further)
 
 
 @contextmanager

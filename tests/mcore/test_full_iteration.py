@@ -185,10 +185,9 @@ class EveryTokenEverywhere:
         return output.view(self._shape)
 
 
-def _run_all(
-    experts: Any, _: Any, slot_weights: Any, tokens: Tensor, __: Tensor, probs: Tensor
-) -> Tensor:
+def _run_all(weights: Any, slot_weights: Any, tokens: Tensor, _: Tensor, probs: Tensor) -> Tensor:
     """Each expert computes all tokens; the probabilities of those of others are zero."""
+    experts = weights.experts
     firsts, seconds = (
         [getattr(each, name).weight for each in experts.local_experts] + list(of_slots)
         for name, of_slots in zip(("linear_fc1", "linear_fc2"), slot_weights, strict=True)

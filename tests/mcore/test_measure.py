@@ -215,7 +215,7 @@ def _fail_and_go_on(rank: int) -> str:
     from megatron_ext import reset_after_abort
 
     gpt = balanced_gpt(dict(ep=2), TIME)
-    broken = mock.patch(inside.MEASURED_EXPERTS, side_effect=MemoryError("no room"))
+    broken = mock.patch(inside.RUN_EXPERTS, side_effect=MemoryError("no room"))
     with broken, pytest.raises(RuntimeError) as error, rounds_take(DEAR_EXPERTS_MS):
         gpt.forward_backward()
     reset_after_abort(gpt.chunks)

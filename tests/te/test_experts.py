@@ -100,7 +100,7 @@ def test_gradients_equal_unbalanced_megatron() -> None:
 
 
 def _trained_elsewhere(rank: int) -> None:
-    from megatron_ext.mcore.experts import expert_weights, run_experts
+    from megatron_ext.mcore.experts import expert_weights
 
     gpt = build_gpt(**TE | dict(ep=1, num_layers=1, experts=2, frozen="fc1"))
     experts = gpt.chunks[0].module.decoder.layers[0].mlp.experts
@@ -108,7 +108,7 @@ def _trained_elsewhere(rank: int) -> None:
     slots = [[rows[0].clone().requires_grad_()] for rows in weights.mains().rows()]
     tokens, counts = torch.randn(8, 16), torch.tensor([4, 0, 4])
     with pytest.raises(ValueError, match=r"experts\.linear_fc1 of this rank is frozen"):
-        run_experts(experts, weights, slots, tokens, counts, torch.rand(8))
+        weights.run(slots, tokens, counts, torch.rand(8))
 
 
 def test_trained_replicas_beside_frozen_experts_are_refused() -> None:
@@ -191,7 +191,7 @@ def _slots_for_mains(rank: int, case: dict[str, Any]) -> list[list[str]]:
     Returns:
         Who asked for the counts' values, of each.
     """
-    from megatron_ext.mcore.experts import expert_weights, run_experts
+    from megatron_ext.mcore.experts import expert_weights
 
     settings = TE | GATED | dict(ep=1, num_layers=1) | case
     dtype, readers = settings.get("dtype", torch.float32), [[], []]
@@ -216,9 +216,7 @@ def _slots_for_mains(rank: int, case: dict[str, Any]) -> list[list[str]]:
             for view, gradient in zip(of_segment, gradients.unbind(), strict=True):
                 view.main_grad = gradient
         outcomes = []
-        for run, asked in zip(
-            (of_whole, partial(run_experts, of_half, weights, views)), readers, strict=True
-        ):
+        for run, asked in zip((of_whole, partial(weights.run, views)), readers, strict=True):
             Counts.readers = asked
             inputs = tokens.clone().requires_grad_()
             output = run(inputs, counts, probs)
@@ -266,24 +264,24 @@ def _state(experts: Any) -> list[Any]:
 
 @mock.patch.dict(os.environ, NVTE_CUTEDSL_FUSED_GROUPED_MLP="1")
 def _lend_and_take_back(rank: int, case: dict[str, Any]) -> None:
-    from megatron_ext.mcore.experts import expert_weights, run_experts
+    from megatron_ext.mcore.experts import expert_weights
 
     gpt = build_gpt(**(TE | GATED | dict(ep=1, num_layers=1, experts=2) | case))
     experts = gpt.chunks[0].module.decoder.layers[0].mlp.experts
     weights = expert_weights(experts)
     slots = [[rows[0].clone()] for rows in weights.mains().rows()]
     tokens, probs = torch.randn(8, 16), torch.rand(8)
-    run_experts(experts, weights, [()], tokens, torch.tensor([8, 0]), probs)
+    weights.run([()], tokens, torch.tensor([8, 0]), probs)
     before = _state(experts)
     counts = torch.tensor([4, 0, 4])
-    output = run_experts(experts, weights, slots, tokens, counts, probs)
+    output = weights.run(slots, tokens, counts, probs)
     assert output.shape == tokens.shape
     assert _state(experts) == before
     with (
         mock.patch.object(experts, "forward", side_effect=RuntimeError("out of memory")),
         pytest.raises(RuntimeError, match="out of memory"),
     ):
-        run_experts(experts, weights, slots, tokens, counts, probs)
+        weights.run(slots, tokens, counts, probs)
     assert _state(experts) == before
 
 
@@ -300,7 +298,7 @@ def _two_in_flight(rank: int) -> int:
     Returns:
         How often operations were made.
     """
-    from megatron_ext.mcore.experts import expert_weights, run_experts
+    from megatron_ext.mcore.experts import expert_weights
 
     of_fuser = dict(moe_mlp_glu_interleave_size=4, use_transformer_engine_op_fuser=True)
     gpt = build_gpt(**(TE | GATED | of_fuser | dict(ep=1, num_layers=1, experts=2)))
@@ -315,7 +313,7 @@ def _two_in_flight(rank: int) -> int:
         for of_segment, values in zip(slots, memory, strict=True):
             for slot, row in zip(of_segment, values, strict=True):
                 slot.data = row  # All microbatches have the same memory.
-        outputs = [run_experts(experts, weights, slots, t, counts, p) for t, p in of_microbatch]
+        outputs = [weights.run(slots, t, counts, p) for t, p in of_microbatch]
         return sum(outputs).square().sum(), [slot for of_segment in slots for slot in of_segment]
 
     def gradients(microbatches: list[list[Any]]) -> list[Any]:
