@@ -92,7 +92,7 @@ _MEGATRON = "megatron.core.transformer.moe.experts"
 
 EXPERT_KINDS = {
     f"{_MEGATRON}.SequentialMLP": "megatron_ext.mcore.sequential_experts:SequentialWeights",
-    f"{_MEGATRON}.TEGroupedMLP": "megatron_ext.mcore.quantized:QuantizedWeights",
+    f"{_MEGATRON}.TEGroupedMLP": "megatron_ext.mcore.te_experts:TEGroupedWeights",
     "megatron_ext.mcore.grouped_experts.GroupedExperts": (
         "megatron_ext.mcore.grouped_experts:GroupedWeights"
     ),

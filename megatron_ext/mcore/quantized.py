@@ -15,17 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
-from megatron_ext.balance.main_weights import Held, MainWeights, Part, Segment, SeparateMains
+from megatron_ext.balance.main_weights import Part, SeparateMains
 from megatron_ext.mcore.experts import lent_to
-from megatron_ext.mcore.te_experts import LINEARS, TEGroupedWeights
 
 _ROW_NAMES = ("_data", "_rowwise_data", "_scale_inv", "_rowwise_scale_inv", "_amax_rowwise")
 """Attributes with what a forward reads, of all classes of quantized tensors."""
@@ -236,78 +233,10 @@ def _quantized(linear: Any, mains: Sequence[Tensor], for_op_fuser: bool) -> list
     return found
 
 
-class QuantizedWeights(TEGroupedWeights):
-    """Mains and slots of `TEGroupedMLP`, whose linears may compute in FP8 or FP4.
-
-    Not all layers and linears of a model do; the others have slots of their parameters' dtype.
-    """
-
-    def __init__(self, experts: TEGroupedMLP) -> None:
-        super().__init__(experts)
-        self._precisions: dict[str, Precision] = {}
-        """By linear, from the layer's first forward on."""
-        self._quantizers: dict[str, SlotQuantizers] = {}
-
-    @cached_property
-    def segments(self) -> tuple[Segment, ...]:
-        """See `ExpertWeights.segments`. Only in a forward is it known what quantizes."""
-        linears = {name: getattr(self.experts, name) for name in LINEARS}
-        fuses = self._op_fuser is not None
-        self._precisions = {
-            name: Precision.of(linear, for_op_fuser=fuses) for name, linear in linears.items()
-        }
-        of_weights = {f"{name}.weight": each for name, each in self._precisions.items()}
-        plain = super().segments
-        pairs = [(segment, of_weights.get(segment.name, Precision())) for segment in plain]
-        return tuple(replace(each, parts=like.parts, form=like.form) for each, like in pairs)
-
-    def mains(self) -> MainWeights:
-        """See `ExpertWeights.mains`.
-
-        Raises:
-            ValueError: A linear has another precision than in the layer's first forward.
-        """
-        for name, precision in self._precisions.items():
-            with precision_of(getattr(self.experts, name)) as recipe:
-                if recipe != precision.recipe:
-                    raise ValueError(
-                        f"experts.{name} computes by {recipe or 'no recipe of quantization'}, and "
-                        f"in its layer's first forward by {precision.recipe or 'none'}: a layer's "
-                        "slots have one precision (keep it, or build the model anew)"
-                    )
-        return super().mains()
-
-    def _held(self, name: str, kind: str) -> Held:
-        held = super()._held(name, kind)
-        precision = self._precisions.get(name, Precision())
-        if kind != "weight" or not precision.parts:
-            return held
-        assert isinstance(held, list), "limits.py refuses a single weight of all experts"
-        fused = self.experts.config.gradient_accumulation_fusion
-        return QuantizedMains(held, fused, getattr(self.experts, name), precision)
-
-    def _read_for(self, name: str) -> list[Tensor]:
-        # What a push has made of parameters in bf16: operations want all weights of one kind.
-        kept = getattr(self.experts, name)._fp8_workspaces
-        return [kept[key] for key in sorted(kept, key=lambda key: int(key[len("weight") :]))]
-
-    @contextmanager
-    def lent(self, slots: Sequence[Any]) -> Iterator[None]:
-        """See `TEGroupedWeights.lent`; lends quantizers and paddings for slots."""
-        num_slots = len(slots[0])
-        with ExitStack() as stack:
-            for name in LINEARS:
-                linear = getattr(self.experts, name)
-                precision = self._precisions.get(name)
-                if precision is not None and not precision.parts:
-                    # A push says so to quantized ones. Experts may run in parts, and the part that
-                    # took itself for the first microbatch would overwrite the others' gradients.
-                    linear.is_first_microbatch = False
-                lent = self._quantizers.setdefault(name, SlotQuantizers(linear, num_slots))
-                stack.enter_context(lent.lent())
-            stack.enter_context(_padding_for_slots(self.experts, num_slots))
-            stack.enter_context(super().lent(slots))
-            yield
+def quantized_mains(linear: Any) -> list[Tensor]:
+    """Return what a push has made of a linear's mains; empty if it reads the parameters."""
+    kept = linear._fp8_workspaces
+    return [kept[key] for key in sorted(kept, key=lambda key: int(key[len("weight") :]))]
 
 
 class SlotQuantizers:
@@ -345,7 +274,7 @@ class SlotQuantizers:
 
 
 @contextmanager
-def _padding_for_slots(experts: Any, num_slots: int) -> Iterator[None]:
+def padding_for_slots(experts: Any, num_slots: int) -> Iterator[None]:
     """Let the experts pad the rows of slots, too, to what quantized products need."""
     with ExitStack() as stack:
         for name in ("quantization_padding", "quantization_unpadding"):

@@ -27,6 +27,14 @@ from megatron_ext.balance.forward import kept_in_place
 from megatron_ext.balance.main_weights import Held, MainWeights, Segment, Split, is_sharded
 from megatron_ext.mcore.experts import ExpertWeights, lent_to
 from megatron_ext.mcore.in_place import memory_of
+from megatron_ext.mcore.quantized import (
+    Precision,
+    QuantizedMains,
+    SlotQuantizers,
+    padding_for_slots,
+    precision_of,
+    quantized_mains,
+)
 from megatron_ext.mcore.sharded import LedSlots, ShardedMains, Whole, leader_of
 
 LINEARS = ("linear_fc1", "linear_fc2")
@@ -36,9 +44,11 @@ _HELD = re.compile(rf"({'|'.join(LINEARS)})\.(weight|bias)\d*")
 
 
 class TEGroupedWeights(ExpertWeights):
-    """Mains and slots of `TEGroupedMLP`.
+    """Mains and slots of `TEGroupedMLP`, whose linears may compute in FP8 or FP4.
 
-    Each linear has parameters `weight0` to `weight{M - 1}` and biases, or one `weight`.
+    Each linear has parameters `weight0` to `weight{M - 1}` and biases, or one `weight`. Not all
+    layers and linears of a model that quantizes do; the others have slots of their parameters'
+    dtype.
 
     Raises:
         ValueError: The op fuser is on, and the experts have biases.
@@ -54,14 +64,22 @@ class TEGroupedWeights(ExpertWeights):
                 "sums of biases' gradients were never run with replicas (give "
                 "--disable-bias-linear, or leave out --use-transformer-engine-op-fuser)"
             )
+        self._precisions: dict[str, Precision] = {}
+        """By linear, from the layer's first forward on."""
+        self._quantizers: dict[str, SlotQuantizers] = {}
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """See `ExpertWeights.segments`."""
+        """See `ExpertWeights.segments`. Only in a forward is it known what quantizes."""
+        linears = {name: getattr(self.experts, name) for name in LINEARS}
+        fuses = self._op_fuser is not None
+        self._precisions = {
+            name: Precision.of(linear, for_op_fuser=fuses) for name, linear in linears.items()
+        }
         return tuple(
-            Segment(f"{name}.{kind}", _shape(getattr(self.experts, name), kind))
-            for name in LINEARS
-            for kind in self._kinds
+            Segment(f"{name}.{kind}", _shape(linear, kind), like.parts, like.form)
+            for name, linear in linears.items()
+            for kind, like in zip(self._kinds, (self._precisions[name], Precision()), strict=False)
         )
 
     @property
@@ -70,15 +88,23 @@ class TEGroupedWeights(ExpertWeights):
         return ("weight", "bias") if self.experts.config.add_bias_linear else ("weight",)
 
     def mains(self) -> MainWeights:
-        """See `ExpertWeights.mains`."""
+        """See `ExpertWeights.mains`.
+
+        Raises:
+            ValueError: A linear has another precision than in the layer's first forward.
+        """
+        for name, precision in self._precisions.items():
+            with precision_of(getattr(self.experts, name)) as recipe:
+                if recipe != precision.recipe:
+                    raise ValueError(
+                        f"experts.{name} computes by {recipe or 'no recipe of quantization'}, and "
+                        f"in its layer's first forward by {precision.recipe or 'none'}: a layer's "
+                        "slots have one precision (keep it, or build the model anew)"
+                    )
         return MainWeights(
             tuple(self._held(name, kind) for name in LINEARS for kind in self._kinds),
             fused=self.experts.config.gradient_accumulation_fusion,
         )
-
-    def _read_for(self, name: str) -> list[Tensor]:
-        """Return what the op fuser reads in place of a linear's mains; empty for the mains."""
-        return []
 
     def _held(self, name: str, kind: str) -> Held:
         """Return a linear's weights, or biases, as `MainWeights` takes them."""
@@ -86,10 +112,13 @@ class TEGroupedWeights(ExpertWeights):
         if _is_single(linear):
             return Split(linear.weight, _values(linear.weight))
         mains = [getattr(linear, f"{kind}{m}") for m in range(linear.num_gemms)]
-        if not is_sharded(mains[0]):
-            return mains
         fused = self.experts.config.gradient_accumulation_fusion
-        return ShardedMains(mains, fused, Whole(mains[0]))
+        if is_sharded(mains[0]):
+            return ShardedMains(mains, fused, Whole(mains[0]))
+        precision = self._precisions.get(name)
+        if kind == "weight" and precision is not None and precision.parts:
+            return QuantizedMains(mains, fused, linear, precision)
+        return mains
 
     def forget_step(self) -> None:
         """See `ExpertWeights.forget_step`. The linears are Megatron's; see `reset_after_abort`."""
@@ -100,8 +129,7 @@ class TEGroupedWeights(ExpertWeights):
         """See `ExpertWeights.run_delayed`."""
         if self._op_fuser is not None:
             with self._op_fuser.in_use():
-                compute()
-            return [None] * len(self.segments)
+                return super().run_delayed(compute, num_slots)
         # Transformer Engine sets the `.grad` of biases, and reads no weight.
         stand_ins = [
             [torch.empty_like(getattr(self.experts, name).bias0) for _ in range(num_slots)]
@@ -123,9 +151,31 @@ class TEGroupedWeights(ExpertWeights):
             ValueError: This rank holds replicas of trained weights, and its own weights are frozen.
         """
         of_linears = slots[:: len(self._kinds)]  # Without biases.
-        self._require_trained(of_linears)
-        with self._lending(slots), _led(self.experts, of_linears):
+        num_slots = len(slots[0])
+        with ExitStack() as stack:
+            for name, of_slots in zip(LINEARS, of_linears, strict=True):
+                linear = getattr(self.experts, name)
+                _require_trained(name, linear, of_slots)
+                precision = self._precisions.get(name)
+                if precision is not None and not precision.parts:
+                    # A push says so to quantized ones. Experts may run in parts, and the part that
+                    # took itself for the first microbatch would overwrite the others' gradients.
+                    linear.is_first_microbatch = False
+                quantizers = self._quantizers.setdefault(name, SlotQuantizers(linear, num_slots))
+                stack.enter_context(quantizers.lent())
+                if isinstance(of_slots, LedSlots):  # This rank has shards of the mains.
+                    stack.enter_context(lent_to(linear, {"weight0": leader_of(of_slots)}))
+            stack.enter_context(padding_for_slots(self.experts, num_slots))
+            stack.enter_context(self._lending(slots))
             yield
+
+    def _lending(self, slots: Sequence[Any]) -> AbstractContextManager[None]:
+        """Let the experts compute with the slots' weights, too."""
+        if self._op_fuser is not None:
+            return self._op_fuser.lent(slots)
+        each = iter(slots)
+        further = [{kind: next(each) for kind in self._kinds} for _ in LINEARS]
+        return _lent(self.experts, further)
 
     def require_plain(self) -> None:
         """See `ExpertWeights.require_plain`."""
@@ -138,35 +188,15 @@ class TEGroupedWeights(ExpertWeights):
                 "weights and biases alone"
             )
 
-    def _require_trained(self, of_linears: Sequence[Any]) -> None:
-        for name, of_slots in zip(LINEARS, of_linears, strict=True):
-            # A linear's products give all weights gradients if the first weight needs one.
-            is_trained = next(getattr(self.experts, name).parameters()).requires_grad
-            if of_slots[0].requires_grad and not is_trained:
-                raise ValueError(
-                    f"experts.{name} of this rank is frozen, and that of another EP rank is not, "
-                    "whose replicas would get no gradient from Transformer Engine: freeze the "
-                    "linears of all experts of a layer, or leave out --moe-grouped-gemm"
-                )
 
-    def _lending(self, slots: Sequence[Any]) -> AbstractContextManager[None]:
-        """Let the experts compute with the slots, too."""
-        if self._op_fuser is not None:
-            return self._op_fuser.lent(slots, [self._read_for(name) for name in LINEARS])
-        each = iter(slots)
-        further = [{kind: next(each) for kind in self._kinds} for _ in LINEARS]
-        return _lent(self.experts, further)
-
-
-@contextmanager
-def _led(experts: TEGroupedMLP, of_slots: Sequence[Any]) -> Iterator[None]:
-    """Let the first weight of each linear lead slots, too, if this rank has shards of its mains."""
-    with ExitStack() as stack:
-        for name, slots in zip(LINEARS, of_slots, strict=True):
-            if isinstance(slots, LedSlots):
-                linear = getattr(experts, name)
-                stack.enter_context(lent_to(linear, {"weight0": leader_of(slots)}))
-        yield
+def _require_trained(name: str, linear: Any, of_slots: Sequence[Tensor]) -> None:
+    # A linear's products give all weights gradients if the first weight needs one.
+    if of_slots[0].requires_grad and not next(linear.parameters()).requires_grad:
+        raise ValueError(
+            f"experts.{name} of this rank is frozen, and that of another EP rank is not, whose "
+            "replicas would get no gradient from Transformer Engine: freeze the linears of all "
+            "experts of a layer, or leave out --moe-grouped-gemm"
+        )
 
 
 def _is_single(linear: Any) -> bool:
@@ -255,18 +285,17 @@ class _OpFuser:
         self._operations: Any = None
 
     @contextmanager
-    def lent(
-        self, slot_weights: Sequence[Sequence[Tensor]], read: Sequence[Sequence[Tensor]]
-    ) -> Iterator[None]:
+    def lent(self, slot_weights: Sequence[Sequence[Tensor]]) -> Iterator[None]:
         """Let the experts compute with the slots' weights, one tensor a slot for each linear.
 
-        `read` are the tensors that operations read in place of the mains, where they are not the
-        mains; autograd sees the mains all the same.
+        Operations want all weights of one kind. So they read what a push has made of mains in
+        bf16; autograd sees the mains all the same.
         """
         if self._operations is None:
             # In the first forward, as in Megatron: parameters may move before that.
             self._operations = self._make(slot_weights)
         linears = [getattr(self._experts, name) for name in LINEARS]
+        read = [quantized_mains(linear) for linear in linears]
         of_linears = zip(linears, read, slot_weights, strict=True)
         lent = [[*_rows(linear), *for_mains, *slots] for linear, for_mains, slots in of_linears]
         with self.in_use(), ExitStack() as stack:
