@@ -2,15 +2,25 @@
 
 Home ranks copy replicas from the memory of a parameter, at any time between forward and backward. A
 program that shards, offloads or frees parameters moves that memory, or leaves other bytes there.
+
+Of Megatron-FSDP a rank keeps shards, too, but the mains are whole while their layer runs, and a
+push reads them as any others. Their gradients are those of one microbatch: fused products overwrite
+`main_grad`, the replicas' sums are added to it, and behind the join Megatron-FSDP scatters it.
+Unfused, autograd adds the sums.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.balance.main_weights import MainWeights, is_fsdp
+from megatron_ext.balance.strategies import of_methods
+from megatron_ext.config import BalanceConfig
+from megatron_ext.mcore.limits import DELAYS
 
 
 def check_in_place(experts: nn.Module, device: torch.device, layer: int | None) -> None:
@@ -25,6 +35,23 @@ def check_in_place(experts: nn.Module, device: torch.device, layer: int | None) 
                 f"layer {layer}: experts.{name} {reason}; replicas are copied from where a weight "
                 "lies, so experts must stay whole on the device that computes"
             )
+
+
+def check_beside_fsdp(config: Any, balance: BalanceConfig) -> None:
+    """Check that nothing needs mains, or writes their gradients, at another time.
+
+    Raises:
+        ValueError: A setting does.
+    """
+    fields = (*DELAYS, "overlap_moe_expert_parallel_comm")
+    met = [name for name in fields if getattr(config, name, None)]
+    met += of_methods("LAYERS", balance)
+    met += ["balance.objective=time with costs to measure"] * bool(balance.costs_to_measure)
+    if met:
+        raise ValueError(
+            f"{' and '.join(met)} must not be set with Megatron-FSDP (--use-megatron-fsdp), which "
+            "gathers a layer's weights, and takes their gradients, in the layer's own time"
+        )
 
 
 def check_main_grads(mains: MainWeights) -> None:

@@ -26,21 +26,14 @@ checkpoints hold logical experts only.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.transformer.cuda_graphs import is_graph_capturing
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_ext.balance.beside import rejoin
@@ -66,7 +59,7 @@ from megatron_ext.mcore.experts import (
     expert_weights,
     finish_parameter_gather,
 )
-from megatron_ext.mcore.in_place import check_in_place, check_main_grads
+from megatron_ext.mcore.in_place import check_beside_fsdp, check_in_place, check_main_grads
 from megatron_ext.mcore.limits import require_valid
 from megatron_ext.mcore.lines import BalanceLines
 from megatron_ext.mcore.planning_group import (
@@ -516,8 +509,6 @@ class BalancedMoELayer(SharedExpertsLater):
             check_in_place(self.experts, device, self.layer_number)
         example = self.expert_weights.mains().parameters()[0]
         if is_fsdp(example):
-            from megatron_ext.mcore.fsdp import check_beside_fsdp
-
             check_beside_fsdp(self.config, self.balance)
         self.balancer = LayerBalancer(
             layer_number=self.layer_number,
@@ -561,11 +552,6 @@ class BalancedMoELayer(SharedExpertsLater):
         self.expert_weights.forget_step()
         if self.is_started:
             self.balancer.forget_step()
-
-    @property
-    def is_for_mtp(self) -> bool:
-        """Whether this is a layer of multi-token prediction."""
-        return self.layer_number > self.config.num_layers
 
     def set_chunk(self, first_layer: int) -> None:
         """Named point: take the number of layers before this chunk; called in the layers' order."""
@@ -612,87 +598,3 @@ class BalancedMoELayer(SharedExpertsLater):
                 f"{self._is_padded}, as it was when the layer was made: balanced layers cannot "
                 "decode with moe_pad_experts_for_cuda_graph_inference (leave it out)"
             )
-
-
-class PassingTransformerLayer(TransformerLayer):
-    """Megatron's transformer layer that gives its process groups to any MoE layer.
-
-    Megatron-Core 0.16 gives them to classes that it knows, and warns of others on every rank.
-    """
-
-    def __init__(
-        self, config: Any, submodules: Any, layer_number: int = 1, *args: Any, **kwargs: Any
-    ) -> None:
-        given = submodules
-        if self.is_needed_for(submodules.mlp):
-            known = inspect.signature(TransformerLayer).bind(
-                config, submodules, layer_number, *args, **kwargs
-            )
-            groups = {"pg_collection": known.arguments.get("pg_collection")}
-            # Megatron builds all that has these three attributes, and looks only into a ModuleSpec.
-            mlp = SimpleNamespace(
-                module=submodules.mlp.module,
-                params={**(submodules.mlp.params or {}), **groups},
-                submodules=submodules.mlp.submodules,
-            )
-            submodules = dataclasses.replace(submodules, mlp=mlp)
-        super().__init__(config, submodules, layer_number, *args, **kwargs)
-        self.submodules_config = given
-
-    @staticmethod
-    def is_needed_for(mlp: Any) -> bool:
-        """Whether Megatron looks into this part of a spec for a class that it knows."""
-        # From 0.17 on, Megatron calls the part with its groups, whatever the class.
-        return isinstance(mlp, ModuleSpec) and not hasattr(MLP, "as_mlp_submodule")
-
-
-class JoiningTransformerLayer(PassingTransformerLayer):
-    """A transformer layer at whose input backward waits for the replicas' gradients.
-
-    So the reduction runs beside the backward of router and attention.
-    """
-
-    def __init__(
-        self, config: Any, submodules: Any, layer_number: int = 1, *args: Any, **kwargs: Any
-    ) -> None:
-        super().__init__(config, submodules, layer_number, *args, **kwargs)
-        # The input of multi-token prediction is not the output of the layer before.
-        if isinstance(self.mlp, BalancedMoELayer) and not self.mlp.is_for_mtp:
-            # The argument counts from the chunk's first layer, the attribute from the model's.
-            self.mlp.set_chunk(self.layer_number - layer_number)
-
-        self._is_behind_join = False
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run Megatron's forward behind the point where backward will wait for the reduction."""
-        return self._joined(super().forward, args, kwargs)
-
-    def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a layer's attention, with which Megatron's combined schedule begins, likewise."""
-        if self._is_behind_join or is_graph_capturing():
-            return super()._forward_attention(*args, **kwargs)
-        return self._joined(super()._forward_attention, args, kwargs)
-
-    def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay the layer's graph, which Megatron calls in place of `forward`, behind that point.
-
-        The point is no part of the graph, because its backward waits for a reduction.
-        """
-        return self._joined(super()._te_cuda_graph_replay, args, kwargs)
-
-    def _joined(self, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run the layer behind the point where backward will wait."""
-        if not isinstance(self.mlp, BalancedMoELayer):
-            return run(*args, **kwargs)
-        self._is_behind_join = True
-        try:
-            if "hidden_states" in kwargs:
-                kwargs["hidden_states"] = self.mlp.join_reduction(kwargs["hidden_states"])
-            else:
-                args = (self.mlp.join_reduction(args[0]), *args[1:])
-            return run(*args, **kwargs)
-        except BaseException:
-            self.mlp.abandon_forward()
-            raise
-        finally:
-            self._is_behind_join = False

@@ -12,8 +12,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.config import BalanceConfig
-from megatron_ext.mcore.moe_layer import PassingTransformerLayer
 from megatron_ext.mcore.spec import balance_spec
+from megatron_ext.mcore.transformer_layers import PassingTransformerLayer
 
 
 # With slots: Bridge sets the attributes of all that has a `__dict__` in a provider.

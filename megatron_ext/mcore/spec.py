@@ -25,12 +25,9 @@ from megatron_ext.balance.strategies.strategy import ForcesEven, StaysMegatron
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore import process_hooks
 from megatron_ext.mcore.limits import require_balance_config
-from megatron_ext.mcore.moe_layer import (
-    BalancedMoELayer,
-    JoiningTransformerLayer,
-    PassingTransformerLayer,
-)
+from megatron_ext.mcore.moe_layer import BalancedMoELayer
 from megatron_ext.mcore.stages import NamedMoELayer, ObservedMoELayer
+from megatron_ext.mcore.transformer_layers import JoiningTransformerLayer, PassingTransformerLayer
 
 
 def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
@@ -74,27 +71,20 @@ def with_balanced_layers(spec: Any, balance: BalanceConfig) -> Any:
     layer_class = balanced_layer_class(balance)
     params = {"balance": balance, **layer_class.shared_by_layers(balance)}
     spec = _replace_module(spec, MoELayer, layer_class, params, _required(spec, "MoE layer"))
-    if not issubclass(layer_class, BalancedMoELayer):
-        return _with_groups_passed(spec, layer_class)
+    joins = issubclass(layer_class, BalancedMoELayer)
+    return _around(layer_class, JoiningTransformerLayer if joins else PassingTransformerLayer, spec)
+
+
+def _around(layer_class: type, transformer_layer: type[PassingTransformerLayer], spec: Any) -> Any:
+    """Return `spec` with another class of Megatron's transformer layers around such MoE layers."""
+    if transformer_layer is PassingTransformerLayer and not PassingTransformerLayer.is_needed:
+        return spec
     return replace_parts(
         spec,
         lambda part: (
             _module_of(part) is TransformerLayer and _module_of(part.submodules.mlp) is layer_class
         ),
-        lambda layer: dataclasses.replace(layer, module=JoiningTransformerLayer),
-    )
-
-
-def _with_groups_passed(spec: Any, layer_class: type) -> Any:
-    """Return `spec` with transformer layers that pass their groups on, where Megatron would not."""
-    return replace_parts(
-        spec,
-        lambda part: (
-            _module_of(part) is TransformerLayer
-            and PassingTransformerLayer.is_needed_for(part.submodules.mlp)
-            and part.submodules.mlp.module is layer_class
-        ),
-        lambda layer: dataclasses.replace(layer, module=PassingTransformerLayer),
+        lambda layer: dataclasses.replace(layer, module=transformer_layer),
     )
 
 
@@ -143,7 +133,8 @@ def name_stages(spec: Any) -> Any:
     Megatron's own comes back as it was.
     """
     process_hooks.show_stages_in_nvtx()
-    return _with_groups_passed(_replace_module(spec, MoELayer, NamedMoELayer), NamedMoELayer)
+    named = _replace_module(spec, MoELayer, NamedMoELayer)
+    return _around(NamedMoELayer, PassingTransformerLayer, named)
 
 
 def grouped_mm_spec(spec: Any) -> Any:

@@ -12,45 +12,37 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from megatron_ext.balance.layer_report import Observer
-from megatron_ext.balance.ranges import (
-    COMBINE,
-    DISPATCH,
-    EXPERTS,
-    layer_forward,
-    stage,
-)
+from megatron_ext.balance.ranges import COMBINE, DISPATCH, EXPERTS, layer_forward, stage
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.partial_graphs import GraphsEndBeforePlan
 
 
-class NamedStages:
-    """Puts ranges around the stages of Megatron's MoE layer: a base class before `MoELayer`."""
-
-    layer_number: Any
+class NamedMoELayer(MoELayer):
+    """Megatron's own layer with its stages named, and nothing else. Made by `spec.name_stages`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run Megatron's forward, which calls the stages one by one."""
         with layer_forward(self.layer_number):
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return super().forward(*args, **kwargs)
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Stage 5 (Megatron)."""
         with stage(DISPATCH):
-            return super().dispatch(*args, **kwargs)  # type: ignore[misc]
+            return super().dispatch(*args, **kwargs)
 
     def routed_experts_compute(self, *args: Any, **kwargs: Any) -> Any:
         """Stage 6 (Megatron)."""
         with stage(EXPERTS):
-            return super().routed_experts_compute(*args, **kwargs)  # type: ignore[misc]
+            return super().routed_experts_compute(*args, **kwargs)
 
     def combine(self, *args: Any, **kwargs: Any) -> Tensor:
         """Stage 7 (Megatron)."""
         with stage(COMBINE):
-            output: Tensor = super().combine(*args, **kwargs)  # type: ignore[misc]
+            output: Tensor = super().combine(*args, **kwargs)
         return output
 
 
-class ObservedMoELayer(NamedStages, GraphsEndBeforePlan):
+class ObservedMoELayer(NamedMoELayer, GraphsEndBeforePlan):
     """An MoE layer that reports to observers: the base of balanced layers and of even layers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -69,7 +61,3 @@ class ObservedMoELayer(NamedStages, GraphsEndBeforePlan):
     def shared_by_layers(cls, balance: BalanceConfig) -> dict[str, Any]:
         """Return arguments that all layers of a spec share, besides `balance`."""
         return {}
-
-
-class NamedMoELayer(NamedStages, MoELayer):
-    """Megatron's own layer with its stages named, and nothing else. Made by `spec.name_stages`."""

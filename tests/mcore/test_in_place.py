@@ -79,7 +79,7 @@ def test_weights_that_are_not_in_place_are_refused(
 def test_what_needs_weights_at_other_times_is_refused_beside_megatron_fsdp(
     settings: dict[str, bool], balance: dict[str, Any], named: str
 ) -> None:
-    from megatron_ext.mcore.fsdp import check_beside_fsdp
+    from megatron_ext.mcore.in_place import check_beside_fsdp
 
     check_beside_fsdp(SimpleNamespace(), BalanceConfig())
     with pytest.raises(ValueError, match=f"^{named}.* must not be set with Megatron-FSDP"):

@@ -31,7 +31,7 @@ from tests.ranks import run_ranks
 from megatron_ext.mcore import limits  # isort: skip
 from megatron_ext.mcore.limits import validate_for_balancing  # isort: skip
 from megatron_ext.mcore.spec import balance_spec, name_stages  # isort: skip
-from megatron_ext.mcore.stages import NamedStages  # isort: skip
+from megatron_ext.mcore.stages import NamedMoELayer  # isort: skip
 
 HIDDEN = 16
 TOLERANCE = 1e-12
@@ -682,7 +682,7 @@ def _build_and_listen(rank: int, strategy: str) -> list[str]:
     gpt = build_gpt(ep=2, num_layers=2, spec_transform=spec)
     logging.getLogger().removeHandler(handler)
     layers = gpt.chunks[0].module.decoder.layers
-    assert all(isinstance(layer.mlp, NamedStages) for layer in layers)
+    assert all(isinstance(layer.mlp, NamedMoELayer) for layer in layers)
     groups = {layer.pg_collection.ep for layer in layers} | {layer.mlp.ep_group for layer in layers}
     assert len(groups) == 1
     gpt.train_step(0)

@@ -284,7 +284,7 @@ def test_ranks_that_came_to_different_layers_in_an_aborted_first_forward_go_on_a
 
 def _other_transformer_layers(rank: int) -> int:
     """Layers that are told of no chunk balance as well, and send nothing ahead."""
-    from megatron_ext.mcore.moe_layer import JoiningTransformerLayer
+    from megatron_ext.mcore.transformer_layers import JoiningTransformerLayer
 
     def forget_chunk(self: Any, *arguments: Any, **keywords: Any) -> None:
         super(JoiningTransformerLayer, self).__init__(*arguments, **keywords)

@@ -173,7 +173,7 @@ def test_replicas_pushed_while_another_microbatch_has_the_slots_are_noticed() ->
 
 def without_a_join() -> Any:
     """Let transformer layers be of a class that knows nothing of balancing."""
-    from megatron_ext.mcore.moe_layer import JoiningTransformerLayer
+    from megatron_ext.mcore.transformer_layers import JoiningTransformerLayer
 
     def run(layer: Any, run: Any, args: Any, kwargs: Any) -> Any:
         return run(*args, **kwargs)
