@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.balance import reruns
 from megatron_ext.balance.agreement import Agreement, shared_agreement
-from megatron_ext.balance.forward import NO_SLOTS, Forward, VirtualLayer, VirtualLayers
+from megatron_ext.balance.forward import Forward, VirtualLayer, VirtualLayers
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.main_weights import MainWeights
 from megatron_ext.balance.planner import LayerPlanner, plan_layout
@@ -140,40 +140,35 @@ class LayerBalancer:
         """
         if self.has_planner:
             return
-        # Where no replica can go anywhere, all plans are the same.
-        if self.layout.slots > 0 and self.layout.nvlink_domain > 1:
-            self._measure_costs(mains, load, probs_dtype)
-        settings = PlanSettings.of(self.balance, self._costs(), self.placement)
+        costs = self._costs(mains, load, probs_dtype)
+        settings = PlanSettings.of(self.balance, costs, self.placement)
         self.planner = LayerPlanner(
             self.balance.strategy, self.layout, settings, layer=self.layer_number
         )
 
-    def _measure_costs(self, mains: MainWeights, load: Tensor, probs_dtype: torch.dtype) -> None:
-        """Measure the costs that are needed and not given."""
-        if not self.balance.costs_to_measure:
-            return
-        from megatron_ext.mcore.measure import CostMeter, measure_costs
-
-        assert self.buffers is not None
-        finish_parameter_gather(self.expert_weights.experts)
-        meter = CostMeter(
-            buffers=self.buffers,
-            mains=mains,
-            run_mains=partial(self.expert_weights.run, NO_SLOTS),
-            width=self.width,
-            probs_dtype=probs_dtype,
-            load=load,
-            group=self.planning_group,
-        )
-        self.measured = measure_costs(
-            self.balance.costs_to_measure, meter, f"layer {self.layer_number}"
-        )
-
-    def _costs(self) -> LayerCosts | None:
+    def _costs(
+        self, mains: MainWeights, load: Tensor, probs_dtype: torch.dtype
+    ) -> LayerCosts | None:
         """Return the costs for objective `time`; None for another one, or if no replica can move.
 
         A cost is the setting's value, or the measured value if that is `auto`.
         """
+        names = self.balance.costs_to_measure
+        # Where no replica can go anywhere, all plans are the same.
+        if names and self.buffers is not None and self.layout.nvlink_domain > 1:
+            from megatron_ext.mcore.measure import CostMeter, measure_costs
+
+            finish_parameter_gather(self.expert_weights.experts)
+            meter = CostMeter(
+                buffers=self.buffers,
+                mains=mains,
+                expert_weights=self.expert_weights,
+                width=self.width,
+                probs_dtype=probs_dtype,
+                load=load,
+                group=self.planning_group,
+            )
+            self.measured = measure_costs(names, meter, f"layer {self.layer_number}")
         costs = {name: getattr(self.balance, name) for name in COST_UNITS} | self.measured
         if not self.balance.plans_for_time or "auto" in costs.values():
             return None

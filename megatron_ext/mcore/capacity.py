@@ -21,8 +21,6 @@ from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import BalanceConfig
 
 FIELD = "moe_expert_rank_capacity_factor"
-ROWS_OF_OP_FUSER = 256
-"""Megatron rounds buffers up to so many rows where it has Transformer Engine's op fuser."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,9 @@ Legend: N local tokens, R ranks of the EP group, M mains and S slots per rank.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
@@ -83,10 +82,7 @@ def release_graph(dispatcher: Any) -> None:
     dtype. After an aborted step they would keep the graph alive, and with it the plans of earlier
     layers.
     """
-    for name in ("probs", "local_probs"):
-        remembered = getattr(dispatcher, name, None)
-        if isinstance(remembered, torch.Tensor):
-            setattr(dispatcher, name, remembered.detach())
+    _change(dispatcher, ("probs", "local_probs"), Tensor.detach)
 
 
 def release_maps(dispatcher: Any) -> None:
@@ -97,14 +93,17 @@ def release_maps(dispatcher: Any) -> None:
     for name in ("routing_map", "local_map"):
         if hasattr(dispatcher, name):
             setattr(dispatcher, name, None)
-    for name in ("probs", "local_probs"):
-        if isinstance(kept := getattr(dispatcher, name, None), torch.Tensor):
-            setattr(dispatcher, name, kept.new_empty(0))
+    _change(dispatcher, ("probs", "local_probs"), lambda kept: kept.new_empty(0))
     # The flex dispatcher's manager keeps probabilities with their graph as well.
     manager = getattr(dispatcher, "_comm_manager", None)
-    for name in ("token_probs", "dispatched_probs"):
-        if isinstance(kept := getattr(manager, name, None), torch.Tensor):
-            setattr(manager, name, kept.detach())
+    _change(manager, ("token_probs", "dispatched_probs"), Tensor.detach)
+
+
+def _change(owner: Any, names: Sequence[str], change: Callable[[Tensor], Tensor]) -> None:
+    """Change those attributes that are tensors."""
+    for name in names:
+        if isinstance(kept := getattr(owner, name, None), Tensor):
+            setattr(owner, name, change(kept))
 
 
 class PlannedDispatcher(MoEAlltoAllTokenDispatcher):

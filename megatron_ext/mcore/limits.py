@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -34,12 +33,9 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
     if isinstance(kind, ForcesEven):
         # Only the choices differ from Megatron's own layer: no plans, no slots, no replicas.
         return _expert_problems(config) + broken(MUST_BE_TO_FORCE, config, with_strategy)
-    problems = []
-    for check in (partial(_check_strategy, balance), _check_gpu):
-        try:
-            check()
-        except (ValueError, ModuleNotFoundError) as error:
-            problems.append(str(error))
+    problems = _strategy_problems(balance)
+    if lack := lack_here():
+        problems.append(f"experts cannot be balanced on this GPU: {lack}")
     problems += _transport_problems(balance, config) + _expert_problems(config)
     if _has_graphs(config):
         from megatron_ext.mcore.graph_limits import host_problems
@@ -97,7 +93,7 @@ def _capacity_problems(config: Any, balance: BalanceConfig) -> list[str]:
         )
     try:
         tolerance = promised_tolerance(balance)
-    except (ValueError, ModuleNotFoundError):  # `_check_strategy` says it.
+    except (ValueError, ModuleNotFoundError):  # `_strategy_problems` says it.
         return problems
     if tolerance is not None and factor < 1 + tolerance:
         why = f"balance.tolerance={balance.tolerance}"
@@ -117,13 +113,17 @@ def _expert_problems(config: Any) -> list[str]:
     return []
 
 
-def _check_strategy(balance: BalanceConfig) -> None:
-    planner = get_planner(balance.strategy, for_time=balance.plans_for_time)
+def _strategy_problems(balance: BalanceConfig) -> list[str]:
+    try:
+        planner = get_planner(balance.strategy, for_time=balance.plans_for_time)
+    except (ValueError, ModuleNotFoundError) as error:
+        return [str(error)]
     if isinstance(planner, FromPlacement) and not balance.placement:
-        raise ValueError(
+        return [
             f"balance.placement must name a file with balance.strategy={balance.strategy}: "
             "`megatron-ext place craft` makes one from a trace"
-        )
+        ]
+    return []
 
 
 def _transport_problems(balance: BalanceConfig, config: Any) -> list[str]:
@@ -167,11 +167,6 @@ def _slot_problems(balance: BalanceConfig, config: Any, transport: TransportKind
     ]
 
 
-def _check_gpu() -> None:
-    if lack := lack_here():
-        raise ValueError(f"experts cannot be balanced on this GPU: {lack}")
-
-
 class Demand(NamedTuple):
     """The allowed values of a field of Megatron's TransformerConfig: one rule.
 
@@ -204,10 +199,12 @@ class Demand(NamedTuple):
                 return None
             with_setting = setting
         allowed = " or ".join(map(repr, self.allowed))
-        return (
-            f"{self.field} ({value!r}) must be {allowed} with {with_setting}: {self.reason} "
-            f"({self.way_out})"
-        )
+        return self.says(self.field, repr(value), allowed, with_setting)
+
+    def says(self, field: str, value: str, allowed: str, with_setting: str) -> str:
+        """Return the problem with a field that has another than the allowed values."""
+        why = f"{self.reason} ({self.way_out})"
+        return f"{field} ({value}) must be {allowed} with {with_setting}: {why}"
 
 
 def broken(rules: tuple[Demand, ...], config: Any, with_setting: str) -> list[str]:
@@ -312,13 +309,8 @@ class GraphDemand(Demand):
             return None
         from megatron_ext.mcore.graph_limits import layer_graph_problem
 
-        if (found := layer_graph_problem(config, self.allowed)) is None:
-            return None
-        field, value, allowed = found
-        return (
-            f"{field} ({value}) must be {allowed} with {with_setting}: {self.reason} "
-            f"({self.way_out})"
-        )
+        found = layer_graph_problem(config, self.allowed)
+        return None if found is None else self.says(*found, with_setting)
 
 
 def _has_graphs(config: Any) -> bool:

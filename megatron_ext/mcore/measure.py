@@ -25,6 +25,7 @@ import logging
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from weakref import WeakKeyDictionary
 
@@ -33,10 +34,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.balance.forward import NO_SLOTS
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.main_weights import MainWeights
 from megatron_ext.balance.slots import SlotBuffers
 from megatron_ext.config import COST_UNITS
+from megatron_ext.mcore.experts import ExpertWeights
 from megatron_ext.transport import Transfers
 
 logger = logging.getLogger(__name__)
@@ -59,9 +62,8 @@ class CostMeter:
     """The layer's slots, with the transport that moves replicas."""
     mains: MainWeights
     """This rank's main weights."""
-    run_mains: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Computes the mains: tokens [N', width] sorted by main, counts int64 [M], probabilities [N']
-    to outputs [N', width]."""
+    expert_weights: ExpertWeights
+    """Computes the mains."""
     width: int
     """Elements of an expert's input."""
     probs_dtype: torch.dtype
@@ -103,7 +105,8 @@ class CostMeter:
             device=example.device,
         )
         probs = tokens.new_ones(len(tokens), dtype=self.probs_dtype)
-        return self._median_s(lambda: self.run_mains(tokens, counts, probs)) / len(tokens)
+        run = partial(self.expert_weights.run, NO_SLOTS, tokens, counts, probs)
+        return self._median_s(run) / len(tokens)
 
     @property
     def _example(self) -> Tensor:

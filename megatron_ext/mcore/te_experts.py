@@ -294,18 +294,17 @@ class _OpFuser:
         if self._operations is None:
             # In the first forward, as in Megatron: parameters may move before that.
             self._operations = self._make(slot_weights)
-        linears = [getattr(self._experts, name) for name in LINEARS]
-        read = [quantized_mains(linear) for linear in linears]
-        of_linears = zip(linears, read, slot_weights, strict=True)
-        lent = [[*_rows(linear), *for_mains, *slots] for linear, for_mains, slots in of_linears]
+        lent: list[Tensor] = []
         with self.in_use(), ExitStack() as stack:
-            for index, linear, for_mains, tensors in zip(
-                _FUSED_LINEARS, linears, read, lent, strict=True
-            ):
+            for index, name, slots in zip(_FUSED_LINEARS, LINEARS, slot_weights, strict=True):
+                linear = getattr(self._experts, name)
+                read = quantized_mains(linear)
+                tensors = [*_rows(linear), *read, *slots]
                 # A linear without biases has weights only: all are trained, or none.
                 trained = next(linear.parameters()).requires_grad
-                stack.enter_context(self._replacing(index, tensors, len(for_mains), trained))
-            stack.enter_context(_in_place(self._operations, [*chain(*lent)]))
+                stack.enter_context(self._replacing(index, tensors, len(read), trained))
+                lent += tensors
+            stack.enter_context(_in_place(self._operations, lent))
             yield
 
     def in_use(self) -> AbstractContextManager[None]:

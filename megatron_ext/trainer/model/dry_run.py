@@ -27,7 +27,7 @@ from megatron_ext.balance.planner import plan_layout
 from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import BalanceConfig, ConfigError
 from megatron_ext.mcore.balancer import layout_of
-from megatron_ext.mcore.capacity import ROWS_OF_OP_FUSER, RankCapacity, promised_tolerance
+from megatron_ext.mcore.capacity import RankCapacity, promised_tolerance
 from megatron_ext.mcore.experts import expert_weights
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.model.build import build_model, moe_layers
@@ -48,6 +48,8 @@ from megatron_ext.trainer.validate import expert_shards, validate
 
 _MOMENT_BYTES = 8
 """Bytes of a parameter's two moments of Adam."""
+_ROWS_OF_OP_FUSER = 256
+"""Megatron rounds buffers up to so many rows where it has Transformer Engine's op fuser."""
 _MAIN_BYTES = 4
 """Bytes of a parameter's float32 copy in the optimizer, where it is not float32 itself."""
 
@@ -166,8 +168,8 @@ def recommended_buffers(config: TrainConfig, *, tokens: int) -> Buffers | None:
         nvlink_domain=None,
     )
     choices = tokens * config.model.topk
-    pad = ROWS_OF_OP_FUSER if recipe_of(config) else 1
-    usual = RankCapacity(factor=USUAL_FACTOR, align=ROWS_OF_OP_FUSER, pad=pad)
+    pad = _ROWS_OF_OP_FUSER if recipe_of(config) else 1
+    usual = RankCapacity(factor=USUAL_FACTOR, align=_ROWS_OF_OP_FUSER, pad=pad)
     shards = expert_shards(config)
     least = usual.least_factor(choices, layout, tolerance, num_shards=shards)
     rows = dataclasses.replace(usual, factor=least).rows(choices)
