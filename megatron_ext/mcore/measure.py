@@ -190,9 +190,7 @@ _CPU = torch.device("cpu")
 
 
 def slowest_s(
-    work: Callable[[], object],
-    group: ProcessGroup | None = None,
-    device: torch.device = _CPU,
+    work: Callable[[], object], group: ProcessGroup | None = None, device: torch.device = _CPU
 ) -> float:
     """Return the seconds of `work`, which all ranks begin together, on the slowest of them.
 

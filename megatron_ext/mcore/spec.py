@@ -166,11 +166,7 @@ def _required(spec: Any, what: str) -> str | None:
 
 
 def _replace_module(
-    spec: Any,
-    old: type,
-    new: type,
-    params: dict[str, Any] | None = None,
-    what: str | None = None,
+    spec: Any, old: type, new: type, params: dict[str, Any] | None = None, what: str | None = None
 ) -> Any:
     """Return `spec` with modules of another class, which get further arguments.
 
