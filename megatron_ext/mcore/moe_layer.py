@@ -57,10 +57,10 @@ from megatron_ext.mcore.dispatcher import (
 from megatron_ext.mcore.experts import ExpertWeights, expert_weights, finish_parameter_gather
 from megatron_ext.mcore.in_place import check_beside_fsdp, check_in_place, check_main_grads
 from megatron_ext.mcore.limits import require_valid
-from megatron_ext.mcore.lines import BalanceLines
 from megatron_ext.mcore.planning_group import check_equal_config, check_equal_plans, planning_group
 from megatron_ext.mcore.recompute import checkpoint_under_way, leave, refuse_other_checkpoints, take
 from megatron_ext.mcore.shared_experts import SharedExpertsLater
+from megatron_ext.telemetry.log_lines import BalanceLines
 from megatron_ext.transport import agree_on_transport
 
 if TYPE_CHECKING:

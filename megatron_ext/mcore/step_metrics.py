@@ -1,14 +1,13 @@
 """Computes the metrics of each step, for the logs of any program that trains with Megatron.
 
-The program writes the metrics to its own W&B, TensorBoard or files; a run directory for
-`megatron-ext report` is written here.
+The program writes the metrics to its own W&B, TensorBoard or files; `run_steps.py` writes a run
+directory for `megatron-ext report`.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,13 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
-from megatron_ext.files.json_files import json_text
-from megatron_ext.files.opening import check_ours
-from megatron_ext.files.run_dir import CONFIG_FILE, LAYERS_FILE, METRICS_FILE
-from megatron_ext.files.whole import write_whole
 from megatron_ext.mcore import process_hooks
 from megatron_ext.mcore.graph_limits import hold_routers, hold_whole_steps
 from megatron_ext.telemetry.gather import Place, gather_step
 from megatron_ext.telemetry.heartbeat import number_of
 from megatron_ext.telemetry.names import MAX_KEYS, TIERS, shown
 from megatron_ext.telemetry.recorder import LoadRecorder
-from megatron_ext.telemetry.step_lines import StepLines, read_lines
+from megatron_ext.telemetry.run_steps import RunSteps
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +62,7 @@ class StepMetrics:
         """Whether there are layers whose loads are not known: of all ranks after `take`."""
         self._balance: dict[str, Any] | None = None
         self._place: Place | None = None
-        self._run_dir = None if run_dir is None else _RunDir(Path(run_dir))
+        self._run_dir = None if run_dir is None else RunSteps(Path(run_dir))
         for layer in layers:
             self.watch(layer)
 
@@ -152,79 +147,6 @@ class StepMetrics:
         self._recorder.close()
         if self._run_dir is not None:
             self._run_dir.close()
-
-
-class _RunDir:
-    """Writes the steps of a program with logs of its own.
-
-    A folder that cannot be written is warned of once, as no file may stop a training.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: tuple[StepLines, StepLines] | None = None
-        self._is_open = False
-        self._step = 0
-        self._written = time.perf_counter()
-
-    def write(
-        self,
-        step: int | None,
-        metrics: Mapping[str, float],
-        layers: Mapping[str, Any],
-        balance: Mapping[str, Any],
-        *,
-        loss: float | None,
-        tokens: int | None,
-    ) -> None:
-        """Write a step; its time is that since the step before."""
-        now = time.perf_counter()
-        seconds, self._written = now - self._written, now
-        line: dict[str, Any] = {"strategy": balance["strategy"], "num_ranks": dist.get_world_size()}
-        if loss is not None:
-            line["loss"] = float(loss)
-        if self._is_open:
-            line["step_ms"] = 1000 * seconds
-            if tokens is not None:
-                line["tokens_per_s"] = tokens / seconds
-        else:
-            self._open(step, balance)
-        self._step = self._step + 1 if step is None else step
-        if self._files is not None:
-            self._files[0].write({"step": self._step, **line, **metrics})
-            if layers:
-                self._files[1].write({"step": self._step, **layers})
-
-    def _open(self, step: int | None, balance: Mapping[str, Any]) -> None:
-        """Open the files, for lines from this step on, or behind those that are there."""
-        self._is_open = True
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            check_ours(self._folder)
-            # JSON is YAML, too.
-            settings = {"num_ranks": dist.get_world_size(), "balance": balance}
-            write_whole(self._folder / CONFIG_FILE, [json_text(settings, indent=2), "\n"])
-            lines = read_lines(self._folder / METRICS_FILE)
-            last = max((line["step"] for line in lines), default=0)
-            self._step = start_step = last if step is None else step - 1
-            if start_step < last:
-                logger.warning(
-                    "warning: steps from %d to %d in %s are dropped, as of a run that was killed",
-                    start_step + 1,
-                    last,
-                    self._folder,
-                )
-            self._files = (
-                StepLines(self._folder / METRICS_FILE, start_step=start_step),
-                StepLines(self._folder / LAYERS_FILE, start_step=start_step),
-            )
-        except (OSError, ValueError) as error:
-            logger.warning("warning: steps are not written to %s: %s", self._folder, error)
-
-    def close(self) -> None:
-        """Write what a full disk has kept back, and close the files."""
-        for file in self._files or ():
-            file.close()
 
 
 def place_of_rank(num_layers: int) -> Place:

@@ -32,8 +32,8 @@ from tests.gpt import TinyGPT  # first: it enables the CPU platform
 from tests.mcore import inside
 from tests.mcore.graphs import CaptureError, whole_steps
 from tests.mcore.parity import balanced_gpt, balanced_layers
-from tests.mcore.test_lines import Notes
 from tests.ranks import run_ranks
+from tests.telemetry.test_log_lines import Notes
 
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper  # isort: skip
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining  # isort: skip

@@ -23,12 +23,12 @@ from tests.flex_on_cpu import flex_on_cpu
 from tests.gpt import TinyGPT, build_gpt
 from tests.mcore import inside
 from tests.mcore.parity import balanced_gpt, balanced_layers
-from tests.mcore.test_lines import Notes
 from tests.ranks import run_ranks
 from tests.stash_on_cpu import stash_on_cpu
 from tests.te.quantized import Case
 from tests.te.test_experts import GATED, HAS_BLOCKS, TE
 from tests.te_quantized_on_cpu import answer_like
+from tests.telemetry.test_log_lines import Notes
 
 pytestmark = pytest.mark.skipif(not HAS_BLOCKS, reason="Megatron has no such limit")
 

@@ -17,7 +17,7 @@ from megatron_ext.config import BalanceConfig
 from tests.mcore.parity import balanced_gpt, balanced_layers  # enables the CPU platform
 from tests.ranks import run_ranks
 
-from megatron_ext.mcore import lines  # isort: skip
+from megatron_ext.telemetry import log_lines  # isort: skip
 
 
 class Notes(logging.Handler):
@@ -104,9 +104,9 @@ def test_whoever_drops_tokens_is_told_once_what_balancing_changes() -> None:
 def test_only_a_line_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors on `meta` have no values: whoever asks for one fails."""
     said: list[str] = []
-    monkeypatch.setattr(lines, "_say", said.append)
+    monkeypatch.setattr(log_lines, "_say", said.append)
     layer: Any = _Layer()
-    every = lines.BalanceLines(3)
+    every = log_lines.BalanceLines(3)
     every.watch(layer)
     report = SimpleNamespace(
         layer_number=1,
@@ -127,10 +127,10 @@ def test_layers_of_a_model_that_is_only_evaluated_do_not_count(
 ) -> None:
     """As of a reference model beside the one that is trained, made from the same spec."""
     said: list[str] = []
-    monkeypatch.setattr(lines, "_say", said.append)
+    monkeypatch.setattr(log_lines, "_say", said.append)
     policy, reference = _Layer(), _Layer()
     reference.training = False
-    every = lines.BalanceLines(2)
+    every = log_lines.BalanceLines(2)
     for layer in (policy, reference):
         every.watch(layer)
     report = SimpleNamespace(
@@ -164,11 +164,11 @@ def test_where_no_logging_is_set_up_lines_go_to_stderr(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    lines._say("to the log")  # pytest has set it up, for warnings only.
+    log_lines._say("to the log")  # pytest has set it up, for warnings only.
     assert caplog.messages == ["to the log"]
-    monkeypatch.setattr(lines._logger, "propagate", False)
-    lines._say("to stderr")
+    monkeypatch.setattr(log_lines._logger, "propagate", False)
+    log_lines._say("to stderr")
     assert capsys.readouterr().err == "megatron_ext: to stderr\n"
-    monkeypatch.setattr(lines._logger, "disabled", True)
-    lines._say("to nobody")
+    monkeypatch.setattr(log_lines._logger, "disabled", True)
+    log_lines._say("to nobody")
     assert capsys.readouterr().err == ""
