@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from megatron_ext.balance.costs import LayerCosts
     from megatron_ext.balance.placement import Placement
 
-GradDtypes = tuple[torch.dtype | None, ...]
-"""See `MainWeights.grad_dtypes`."""
-
 
 @dataclass(kw_only=True, eq=False)
 class LayerBalancer:
@@ -73,8 +70,8 @@ class LayerBalancer:
     """Made by `prepare_planner`, before the first plan."""
     measured: dict[str, float] = field(default_factory=dict, init=False)
     """Measured costs that plans are chosen by, by their setting."""
-    _grad_dtypes: GradDtypes | None = field(default=None, init=False)
-    """Dtypes of the gradients, by segment, that the EP ranks have agreed on."""
+    _grad_dtypes: tuple[torch.dtype | None, ...] | None = field(default=None, init=False)
+    """The `MainWeights.grad_dtypes` that the EP ranks have agreed on."""
 
     def __post_init__(self) -> None:
         self._require_warm_up("slots")

@@ -274,7 +274,10 @@ class BalancedMoELayer(SharedExpertsLater):
 
     def _make_plan(self, forward: Forward, chosen: Tensor, probs_dtype: torch.dtype) -> Tensor:
         balancer = self.balancer
-        if balancer.has_thawed(forward.mains) and self._has_backward():
+        checkpoint = checkpoint_under_way() if self.layout.slots > 0 else None
+        # Replicas' gradients may come in a pass with gradients, or before a second pass.
+        has_backward = checkpoint is not None or (self.layout.slots > 0 and torch.is_grad_enabled())
+        if has_backward and balancer.has_thawed(forward.mains):
             balancer.agreement.say_thawed(self.layer_number)
         with stage(LOAD):
             forward.counts, marks = balancer.agreement.gather_counts(
@@ -288,7 +291,11 @@ class BalancedMoELayer(SharedExpertsLater):
             require_room(self.config, self.balance, self.layout, choices, balancer.num_shards)
         balancer.prepare_planner(forward.mains, load, probs_dtype)
         forward.plan, forward.is_planned = self.solve(load), True
-        self._keep_plan(forward)
+        if has_backward:  # It reads the plan: lend the forward a virtual layer.
+            refuse_other_checkpoints(self.layer_number)
+            balancer.virtual_layers.lend(forward)
+            if checkpoint is not None:
+                leave(checkpoint, self, forward)
         forward.shares = balancer.agreement.share(
             forward.counts, load, forward.plan, self.layer_number
         )
@@ -299,21 +306,6 @@ class BalancedMoELayer(SharedExpertsLater):
     def solve(self, load: Tensor) -> BalancePlan:
         """Named point, stage 2: plan the load, int64 [R, E], from what the layer knows."""
         return self.balancer.planner.solve(load)
-
-    def _keep_plan(self, forward: Forward) -> None:
-        """Keep the plan for the backward or the second pass: lend the forward a virtual layer."""
-        if not self._has_backward():
-            return
-        refuse_other_checkpoints(self.layer_number)
-        self.balancer.virtual_layers.lend(forward)
-        if (checkpoint := checkpoint_under_way()) is not None:
-            leave(checkpoint, self, forward)
-
-    def _has_backward(self) -> bool:
-        """Whether replicas' gradients may come: in a pass with them, or before a second pass."""
-        return self.layout.slots > 0 and (
-            torch.is_grad_enabled() or checkpoint_under_way() is not None
-        )
 
     def push(self, forward: Forward, there: Tensor | None = None) -> None:
         """Named point, stage 4: start materializing the plan's replicas; see `Forward.push`."""

@@ -90,10 +90,10 @@ def _around(layer_class: type, transformer_layer: type[PassingTransformerLayer],
 
 def _check_parts(spec: Any) -> None:
     """Check that the spec is not balanced yet, and that its experts can be balanced."""
-    names, modules = _module_names(spec), modules_of(spec)
-    if balanced := {each.__name__ for each in modules if issubclass(each, ObservedMoELayer)}:
+    observed = (each for each in modules_of(spec) if issubclass(each, ObservedMoELayer))
+    if balanced := {each.__name__ for each in observed}:
         raise ValueError(f"the spec is balanced already: it has {', '.join(sorted(balanced))}")
-    if unknown := _grouped_by_megatron(names - {TEGroupedMLP.__name__}):
+    if unknown := _grouped_by_megatron(_module_names(spec) - {TEGroupedMLP.__name__}):
         raise ValueError(
             f"the spec has experts of {unknown}, which cannot be balanced: make it with "
             "Transformer Engine's TEGroupedMLP, or with moe_grouped_gemm=False; "
@@ -191,7 +191,7 @@ def _module_of(part: Any) -> Any:
 
 def has_moe_layers(spec: Any) -> bool:
     """Whether an object, a spec or not, holds MoE layers that are not balanced yet."""
-    return MoELayer.__name__ in _module_names(spec)
+    return MoELayer in modules_of(spec)
 
 
 def modules_of(spec: Any) -> set[type]:
@@ -238,8 +238,8 @@ def replace_parts(
         return done[id(part)]
 
     def walk_inside(part: Any) -> Any:
-        if isinstance(part, (list, tuple)) and type(part) in (list, tuple):
-            return type(part)(walk(item) for item in part)
+        if type(part) in (list, tuple):
+            return type(part)(map(walk, part))
         if isinstance(part, functools.partial):
             keywords = {name: walk(value) for name, value in part.keywords.items()}
             return functools.partial(part.func, *(walk(item) for item in part.args), **keywords)

@@ -258,13 +258,11 @@ class SplitFunction(torch.autograd.Function):
         return stands_for_it, None
 
 
-Further = Sequence[Mapping[str, Sequence[Tensor]]]
-"""For each linear, the slots' parameters by kind: one tensor a slot."""
-
-
 @contextmanager
-def _lent(experts: TEGroupedMLP, further: Further) -> Iterator[None]:
-    """Add the slots' weights, and biases if there are any, to the linears of `experts`."""
+def _lent(
+    experts: TEGroupedMLP, further: Sequence[Mapping[str, Sequence[Tensor]]]
+) -> Iterator[None]:
+    """Add the slots' weights, and biases if there are any, to each linear: by kind and slot."""
     with ExitStack() as stack:
         for name, of_linear in zip(LINEARS, further, strict=True):
             stack.enter_context(_with_slots(getattr(experts, name), of_linear))
