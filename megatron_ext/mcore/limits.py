@@ -212,6 +212,16 @@ def broken(rules: tuple[Demand, ...], config: Any, with_setting: str) -> list[st
     return [problem for rule in rules if (problem := rule.problem(config, with_setting))]
 
 
+_FORMATS = {
+    "tensorwise": (16, "check_fp8_support"),
+    "blockwise": (16, "check_fp8_block_scaling_support"),
+    "mxfp8": (32, "check_mxfp8_support"),
+    "nvfp4": (32, "check_nvfp4_support"),
+}
+"""By recipe: what sizes of weights must be multiples of in Transformer Engine's products, and its
+function that knows whether the GPU has the format."""
+
+
 class QuantizationDemand(Demand):
     """The rule for quantized models: which recipe, of which sizes, on which GPU."""
 
@@ -275,31 +285,6 @@ def _engine_problems(config: Any) -> list[str]:
     ]
 
 
-def _unfused(config: Any) -> str | None:
-    fused = config.gradient_accumulation_fusion
-    return None if fused else "gradient_accumulation_fusion (False)"
-
-
-def _beside_shards(config: Any) -> str | None:
-    """Return what is set that sharded expert weights must not meet, or None."""
-    met = [name for name in (*DELAYS, *_NOT_BESIDE_SHARDS) if getattr(config, name, None)]
-    met += filter(None, [quantization_of(config)])
-    granularity = getattr(config, "recompute_granularity", None)
-    if granularity == "full" or (granularity and "moe" in (config.recompute_modules or ())):
-        met.append("recomputed experts")
-    return " and ".join(met) or None
-
-
-_FORMATS = {
-    "tensorwise": (16, "check_fp8_support"),
-    "blockwise": (16, "check_fp8_block_scaling_support"),
-    "mxfp8": (32, "check_mxfp8_support"),
-    "nvfp4": (32, "check_nvfp4_support"),
-}
-"""By recipe: what sizes of weights must be multiples of in Transformer Engine's products, and its
-function that knows whether the GPU has the format."""
-
-
 class GraphDemand(Demand):
     """The rule for CUDA graphs: which implementation, and what its graphs may hold."""
 
@@ -317,30 +302,34 @@ def _has_graphs(config: Any) -> bool:
     return getattr(config, "cuda_graph_impl", None) not in (None, "none")
 
 
+DELAYS = "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"
+
+
+def _unfused(config: Any) -> str | None:
+    fused = config.gradient_accumulation_fusion
+    return None if fused else "gradient_accumulation_fusion (False)"
+
+
+def _beside_shards(config: Any) -> str | None:
+    """Return what is set that sharded expert weights must not meet, or None."""
+    further = (
+        "use_transformer_engine_op_fuser",
+        "add_bias_linear",
+        "overlap_moe_expert_parallel_comm",
+    )
+    met = [name for name in (*DELAYS, *further) if getattr(config, name, None)]
+    met += filter(None, [quantization_of(config)])
+    granularity = getattr(config, "recompute_granularity", None)
+    if granularity == "full" or (granularity and "moe" in (config.recompute_modules or ())):
+        met.append("recomputed experts")
+    return " and ".join(met) or None
+
+
 _GRAPHS = GraphDemand(
     "cuda_graph_impl",
     ("none", "transformer_engine", "local", "full_iteration"),
     "a graph of a layer must end before the plan, and `local` ones do only in hybrid models",
     "set --cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router moe_preprocess",
-)
-
-DELAYS = "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"
-
-_DELAYED = tuple(
-    Demand(
-        field,
-        (False,),
-        "without fusion Megatron itself takes memory that nothing has set for gradients",
-        "leave out --no-gradient-accumulation-fusion",
-        only_with=_unfused,
-    )
-    for field in DELAYS
-)
-
-_NOT_BESIDE_SHARDS = (
-    "use_transformer_engine_op_fuser",
-    "add_bias_linear",
-    "overlap_moe_expert_parallel_comm",
 )
 
 SHARDS_FLAG = "leave out --expert-tensor-parallel-num-weight-shards"
@@ -361,7 +350,16 @@ MUST_BE = (
         SHARDS_FLAG,
         only_with=_beside_shards,
     ),
-    *_DELAYED,
+    *(
+        Demand(
+            field,
+            (False,),
+            "without fusion Megatron itself takes memory that nothing has set for gradients",
+            "leave out --no-gradient-accumulation-fusion",
+            only_with=_unfused,
+        )
+        for field in DELAYS
+    ),
     QuantizationDemand(
         "fp8_recipe",
         ("tensorwise", "blockwise", "mxfp8"),
