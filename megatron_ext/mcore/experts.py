@@ -88,14 +88,12 @@ class ExpertWeights:
         """Drop what an aborted step has left for delayed weight gradients."""
 
 
-_MEGATRON = "megatron.core.transformer.moe.experts"
+_MEGATRON, _OURS = "megatron.core.transformer.moe.experts", "megatron_ext.mcore"
 
 EXPERT_KINDS = {
-    f"{_MEGATRON}.SequentialMLP": "megatron_ext.mcore.sequential_experts:SequentialWeights",
-    f"{_MEGATRON}.TEGroupedMLP": "megatron_ext.mcore.te_experts:TEGroupedWeights",
-    "megatron_ext.mcore.grouped_experts.GroupedExperts": (
-        "megatron_ext.mcore.grouped_experts:GroupedWeights"
-    ),
+    f"{_MEGATRON}.SequentialMLP": f"{_OURS}.sequential_experts:SequentialWeights",
+    f"{_MEGATRON}.TEGroupedMLP": f"{_OURS}.te_experts:TEGroupedWeights",
+    f"{_OURS}.grouped_experts.GroupedExperts": f"{_OURS}.grouped_experts:GroupedWeights",
 }
 """Module and class of the `ExpertWeights`, by the class of the experts; imported when needed."""
 
