@@ -12,6 +12,8 @@
                 6 mains and slots                     route (Megatron)
     combine     7 outputs back                        layer's input  8 sums into the mains
 
+The transformer layers around it (transformer_layers.py) let backward wait at the layer's input.
+
 Megatron's combined schedule runs these stages of one microbatch between those of another one's
 backward. There stage 4 starts in `dispatch`, once the other's experts have left the slots.
 

@@ -45,7 +45,9 @@ class GraphsEndBeforePlan(MoELayer):
         Raises:
             MoECudaGraphPartialCaptureSignal: Transformer Engine's graph ends here.
         """
-        if self._is_captured_by_te():
+        # It also runs the layer to warm up for the capture.
+        is_te = self.config.cuda_graph_impl == "transformer_engine"
+        if is_te and self.training and is_graph_capturing():
             self._hand_over(routing_map)
             raise MoECudaGraphPartialCaptureSignal(
                 self, "preprocess", hidden_states=hidden_states, probs=probs
@@ -73,11 +75,6 @@ class GraphsEndBeforePlan(MoELayer):
         if self.fwd_execution_map == "expert_compute":
             hidden_states, probs = self.preprocess(hidden_states, probs, None)
         return super().dispatch(hidden_states, probs)
-
-    def _is_captured_by_te(self) -> bool:
-        """Whether Transformer Engine captures the layer, or runs it to warm up for that."""
-        is_te = self.config.cuda_graph_impl == "transformer_engine"
-        return bool(is_te and self.training and is_graph_capturing())
 
     def _hand_over(self, routing_map: Tensor | None) -> None:
         """Make the choices the only result of the graph besides the stage's own."""

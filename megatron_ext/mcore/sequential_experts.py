@@ -124,12 +124,10 @@ def _own(expert: nn.Module, names: Sequence[str]) -> str:
     for module in expert.modules():
         if "forward" in vars(module):
             return "a replaced forward"
-        for hook in chain(*(getattr(module, f"_{kind}_hooks").values() for kind in _HOOKS)):
+        kinds = "forward_pre", "forward", "backward_pre", "backward"
+        for hook in chain(*(getattr(module, f"_{kind}_hooks").values() for kind in kinds)):
             home = inspect.getmodule(getattr(hook, "func", hook))
             # Megatron gathers parameters by hooks.
             if home is None or not home.__name__.startswith("megatron.core.distributed."):
                 return f"a hook ({getattr(hook, '__qualname__', hook)!s:.80})"
     return ""
-
-
-_HOOKS = "forward_pre", "forward", "backward_pre", "backward"
