@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.metrics import rank_sends
 from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.plan_metrics import rank_sends
 from megatron_ext.config import check_fields, limits, setting
 
 _PICOSECONDS = 1e12

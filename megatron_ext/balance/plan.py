@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -88,22 +87,6 @@ class BalancePlan:
         ]
 
 
-def pick_plans(is_first: Tensor, first: BalancePlan, second: BalancePlan) -> BalancePlan:
-    """Take the first plan where bool [] or [B] is true, else the second; of a batch, each plan.
-
-    >>> from megatron_ext.balance.solve import solve
-    >>> first, second = (solve(torch.tensor([[9, 1], [9, 1]]), ep_size=2, slots=s) for s in (1, 1))
-    >>> pick_plans(torch.tensor(True), first, second).quota.tolist()
-    [[10, 8], [0, 2]]
-    """
-    is_first = is_first[..., None, None]
-    return BalancePlan(
-        first.layout,
-        torch.where(is_first, first.quota, second.quota),
-        torch.where(is_first, first.experts_in_slots, second.experts_in_slots),
-    )
-
-
 def with_spare_slots(plan: BalancePlan, num_slots: int) -> BalancePlan:
     """Return the plan with so many empty slots added to every rank.
 
@@ -116,68 +99,6 @@ def with_spare_slots(plan: BalancePlan, num_slots: int) -> BalancePlan:
         return plan
     layout = dataclasses.replace(plan.layout, slots=plan.layout.slots + num_slots)
     return BalancePlan(layout, plan.quota, F.pad(plan.experts_in_slots, (0, num_slots), value=-1))
-
-
-def stack_plans(plans: list[BalancePlan], layout: ExpertLayout) -> BalancePlan:
-    """Make a batch of plans of one layout; the batch may be empty."""
-    sizes = (0, layout.num_experts, layout.ep_size), (0, layout.ep_size, layout.slots)
-    if not plans:
-        quota, experts_in_slots = (torch.zeros(size, dtype=torch.int64) for size in sizes)
-        return BalancePlan(layout, quota, experts_in_slots.int())
-    return BalancePlan(
-        layout,
-        torch.stack([plan.quota for plan in plans]),
-        torch.stack([plan.experts_in_slots for plan in plans]),
-    )
-
-
-def plan_each(
-    load: Tensor, layout: ExpertLayout, plan_one: Callable[[Tensor], BalancePlan]
-) -> BalancePlan:
-    """Plan a load [R, E], or each of a batch [B, R, E], by a planner of single loads on the CPU.
-
-    The plan is on `load`'s device.
-    """
-    if load.dim() == 2:
-        plan = plan_one(load.cpu())
-    else:
-        plan = stack_plans([plan_one(one) for one in load.cpu()], layout)
-    return BalancePlan(layout, plan.quota.to(load.device), plan.experts_in_slots.to(load.device))
-
-
-def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None) -> Tensor:
-    """Share every quota among the source ranks: own tokens first, exact rows and columns.
-
-    Per expert, a rank that holds an instance first uses the instance for its own assignments. The
-    remaining assignments lie on a line, in rank order of the sources. The remaining quotas lie on a
-    second line of the same length, the home rank's first. A source's share of an instance is the
-    overlap of their pieces. One rank's rows need only prefix sums. Unlike the paper's rounded
-    proportional shares, sums of rows and of columns are exact (docs/decisions/001).
-
-    Args:
-        load: The load the plan was made for, int64 [R, E]. Of a GPU it is read on the CPU: a layer
-            has its shares from `share_plan`.
-        plan: One plan (not a batch).
-        source_rank: The rank whose rows are wanted; all of them if None.
-
-    Returns:
-        Assignments to expert e that rank t computes: of the source rank, int64 [E, R], or of each
-        rank, [R, E, R].
-
-    Raises:
-        ValueError: If a shape does not fit, or `source_rank` is no rank.
-
-    >>> from megatron_ext.balance.solve import solve
-    >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
-    >>> plan = solve(load, ep_size=2, slots=1)
-    >>> split_quota(load, plan, 0)[0].tolist(), split_quota(load, plan, 1)[0].tolist()
-    ([5, 1], [0, 4])
-
-    Source: UltraEP, Algorithm 1 (SolveReroute); differs from it in how residuals meet.
-    """
-    load_library()
-    split = torch.ops.megatron_ext.split_quota(load.cpu(), plan.quota.cpu(), source_rank)
-    return split.to(load.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,11 +162,13 @@ class Shares:
 
 
 def share_plan(rank: int, counts: Tensor, plan: BalancePlan) -> Shares:
-    """Return one rank's share of every quota: that of its EP rank, shared in the expert-TP group.
+    """Return one rank's share of every quota: own tokens first, exact rows and columns.
 
-    The T ranks of an expert-TP group are one source to `split_quota`; with T = 1 the share is what
-    that returns. Rows of the split sum to the rank's counts; the splits of an expert-TP group sum
-    to the EP rank's split.
+    Per expert, an EP rank that holds an instance first uses the instance for its own assignments.
+    The remaining assignments lie on a line, in rank order of the sources. The remaining quotas lie
+    on a second line of the same length, the home rank's first. A source's share of an instance is
+    the overlap of their pieces. Unlike the paper's rounded proportional shares, sums of rows and of
+    columns are exact (docs/decisions/001). The ranks of an expert-TP group share the EP rank's.
 
     The rank is one of the R * T that plan alike. Each of these has a row of counts, int64
     [R * T, E], those of a group side by side; the plan is for their load.
@@ -255,6 +178,8 @@ def share_plan(rank: int, counts: Tensor, plan: BalancePlan) -> Shares:
     >>> plan = solve(load_of(counts, ep_size=2), ep_size=2, slots=1)
     >>> [share_plan(rank, counts, plan).split[0].tolist() for rank in range(4)]
     [[4, 0], [1, 1], [0, 4], [0, 0]]
+
+    Source: UltraEP, Algorithm 1 (SolveReroute); differs from it in how residuals meet.
     """
     load = load_of(counts, plan.layout.ep_size)
     load_library()

@@ -1,4 +1,4 @@
-"""Plans one layer's microbatches in order, and keeps the history that some strategies need.
+"""Plans one layer's microbatches, and keeps the history that some strategies need.
 
 Only `LayerPlanner` keeps a history: the strategies themselves are pure functions. Legend: R ranks
 of the EP group, E logical experts, S slots per rank, B loads.
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.plan import BalancePlan, check_load, stack_plans, with_spare_slots
+from megatron_ext.balance.plan import BalancePlan, check_load, with_spare_slots
 from megatron_ext.balance.reruns import can_take_back
 from megatron_ext.balance.strategies import get_planner, get_strategy
 from megatron_ext.balance.strategies.strategy import (
@@ -97,32 +97,28 @@ class LayerPlanner:
         self._placed = self._first_placed
         self._expert_load = torch.zeros(self._layout.num_experts, dtype=torch.int64)
         self._num_observed = 0
-        self._previous_load: Tensor | None = None
 
     def mark(self) -> tuple[Any, ...]:
         """See `HoldsCounts`. Tensors of the history are replaced, and never changed."""
-        return self._placed, self._expert_load, self._num_observed, self._previous_load
+        return self._placed, self._expert_load, self._num_observed
 
     def take_back(self, mark: tuple[Any, ...]) -> None:
         """See `HoldsCounts`."""
-        self._placed, self._expert_load, self._num_observed, self._previous_load = mark
+        self._placed, self._expert_load, self._num_observed = mark
 
-    def expect(self, predicted: Tensor | None) -> Tensor:
+    def expect(self, predicted: Tensor) -> Tensor:
         """Place the replicas of a load that is only predicted; the history stays as it is.
 
-        The load, if there is one, is int64 [R, E], equal on all ranks of the EP group. The result
-        is an `experts_in_slots`, int32 [R, S], on the CPU.
+        The load is int64 [R, E], equal on all ranks of the EP group. The result is an
+        `experts_in_slots`, int32 [R, S], on the CPU.
 
         Raises:
             TypeError: If `predicted` is not int64.
             ValueError: If it does not fit the layout or, on a CPU, holds impossible values.
         """
         assert isinstance(self._planner, FromPrediction), "others place nothing by a prediction"
-        if predicted is None:
-            placed = torch.full_like(self._placed, -1)
-        else:
-            check_load(predicted, self._layout)
-            placed = self._planner.place(predicted, self._layout, self._settings)
+        check_load(predicted, self._layout)
+        placed = self._planner.place(predicted, self._layout, self._settings)
         return functional.pad(placed, (0, self._num_spare_slots), value=-1)
 
     def solve(self, load: Tensor, placed: Tensor | None = None) -> BalancePlan:
@@ -160,29 +156,3 @@ class LayerPlanner:
                 self._expert_load.cpu(), self._layout, self._settings
             )
             self._expert_load = torch.zeros_like(self._expert_load)
-
-    def expect_in_order(self, predicted: Tensor | None = None) -> Tensor | None:
-        """Place the replicas of the next load as `expect` does; None if it does not predict.
-
-        Without `predicted`, the last load that was planned in order is the prediction.
-        """
-        if not isinstance(self._planner, FromPrediction):
-            return None
-        return self.expect(self._previous_load if predicted is None else predicted)
-
-    def plan_in_order(self, load: Tensor, placed: Tensor | None = None) -> BalancePlan:
-        """Plan one load, or each load of a batch, and add each to the history after its plan.
-
-        For one load, `placed` is by default the result of `expect_in_order`.
-        """
-        if load.dim() == 2:
-            plan = self.solve(load, self.expect_in_order() if placed is None else placed)
-            self.observe(load)
-            self._previous_load = load
-            return plan
-        if not isinstance(self._planner, FromHistory | FromPrediction):
-            return self.solve(load)
-        check_load(load, self._layout)
-        plans = [self.plan_in_order(one) for one in load]
-        layout = dataclasses.replace(self._layout, slots=self._layout.slots + self._num_spare_slots)
-        return stack_plans(plans, layout)

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatron_ext.balance.costs import LayerCosts
+from megatron_ext.balance.in_order import PlannerInOrder
 from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.plan import BalancePlan
-from megatron_ext.balance.planner import LayerPlanner, plan_layout
+from megatron_ext.balance.planner import plan_layout
 from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.config import BalanceConfig, Section
 
@@ -86,7 +87,7 @@ def solve(
         costs=costs,
         placement=placement,
     )
-    return LayerPlanner(strategy, layout, asked).plan_in_order(load)
+    return PlannerInOrder(strategy, layout, asked).plan_in_order(load)
 
 
 def idle_slots(

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.balance.plan import BalancePlan, check_counts, split_quota
+from megatron_ext.balance.batches import split_quota
+from megatron_ext.balance.plan import BalancePlan, check_counts
 from megatron_ext.files.arrays import find_arrays, write_arrays
 from megatron_ext.files.schema import Array, Schema
 

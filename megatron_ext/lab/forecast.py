@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.balance.costs import LayerCosts
+from megatron_ext.balance.in_order import PlannerInOrder
 from megatron_ext.balance.metrics import home_loads, imbalances
-from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.files.loads import Loads
 from megatron_ext.lab.hardware import Hardware
@@ -124,7 +124,7 @@ def _makes_plans(config: TrainConfig) -> bool:
 def _replication(
     strategy: str, stage: Stage, loads: Loads, asked: Asked, costs: LayerCosts, hardware: Hardware
 ) -> Replication:
-    planner = LayerPlanner(strategy, asked.layout(strategy, loads), asked.planning)
+    planner = PlannerInOrder(strategy, asked.layout(strategy, loads), asked.planning)
     plan = planner.plan_in_order(loads.load)
     sends = torch.stack([timed_sends(each, hardware).max() for each in plan.unbatch()])
     mean_sends = float(sends.double().mean())

@@ -13,10 +13,12 @@ from typing import Any, Self
 from torch import Tensor
 
 from megatron_ext.balance.bounds import lower_bound
+from megatron_ext.balance.in_order import PlannerInOrder
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.metrics import home_loads, imbalance, max_fanouts, rank_sends
+from megatron_ext.balance.metrics import home_loads, imbalance
 from megatron_ext.balance.plan import BalancePlan
-from megatron_ext.balance.planner import LayerPlanner, plan_layout
+from megatron_ext.balance.plan_metrics import max_fanouts, rank_sends
+from megatron_ext.balance.planner import plan_layout
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.balance.strategies.strategy import FromHistory
 from megatron_ext.config import BalanceConfig, HistorySettings
@@ -76,7 +78,7 @@ def read_name(name: str) -> tuple[str, bool]:
     return strategy, colon != "" and BalanceConfig(objective=objective).plans_for_time
 
 
-def make_planners(loads: Loads, strategy: str, asked: Asked) -> list[LayerPlanner]:
+def make_planners(loads: Loads, strategy: str, asked: Asked) -> list[PlannerInOrder]:
     """Return the planner of each load: one for each layer of a trace, else one for all loads.
 
     Raises:
@@ -84,7 +86,7 @@ def make_planners(loads: Loads, strategy: str, asked: Asked) -> list[LayerPlanne
     """
     layout, layers = asked.layout(strategy, loads), loads.layers()
     planners = {
-        layer: LayerPlanner(strategy, layout, asked.planning, layer=layer)
+        layer: PlannerInOrder(strategy, layout, asked.planning, layer=layer)
         for layer in sorted(set(layers))
     }
     return [planners[layer] for layer in layers]
@@ -107,7 +109,7 @@ def missing_history(loads: Loads, strategies: Iterable[str], settings: PlanSetti
 
 def plan_loads(
     loads: Loads,
-    planners: list[LayerPlanner],
+    planners: list[PlannerInOrder],
     *,
     on_load: Callable[[int], object] = lambda count: None,
 ) -> Iterator[Planned]:

@@ -15,16 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_ext.balance.metrics import (
-    home_loads,
-    imbalances,
+from megatron_ext.balance.batches import stack_plans
+from megatron_ext.balance.metrics import home_loads, imbalances
+from megatron_ext.balance.plan_metrics import (
     load_imbalance_rates,
     max_fanouts,
     rank_sends,
     remote_assignments,
-    replica_use,
 )
-from megatron_ext.balance.plan import stack_plans
+from megatron_ext.balance.predictions import replica_use
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.balance.strategies.none import NONE
 from megatron_ext.files.loads import Loads

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.balance.costs import LayerCosts
-from megatron_ext.balance.metrics import home_loads, home_ranks, imbalances, rank_sends
+from megatron_ext.balance.metrics import home_loads, imbalances
 from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.plan_metrics import home_ranks, rank_sends
 from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import BalanceConfig
 from megatron_ext.files.loads import Loads

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_ext.balance.costs import LayerCosts
+from megatron_ext.balance.in_order import PlannerInOrder
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.plan import BalancePlan
-from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.config import HistorySettings, LlepSettings
 from megatron_ext.methods.eplb import eplb
@@ -61,7 +61,7 @@ def plan_for(
     load: Tensor, layout: ExpertLayout, *, strategy: str = "quota", **asked: Any
 ) -> BalancePlan:
     """As `solve`, for a layout as it is: `solve` lets a strategy change the number of slots."""
-    return LayerPlanner(strategy, layout, PlanSettings(**asked)).plan_in_order(load)
+    return PlannerInOrder(strategy, layout, PlanSettings(**asked)).plan_in_order(load)
 
 
 @st.composite

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_ext.balance.agreement import Agreement, shared_agreement
-from megatron_ext.balance.plan import BalancePlan, split_quota
+from megatron_ext.balance.batches import split_quota
+from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.solve import solve
 from tests import workloads
 from tests.ranks import run_ranks

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ext.balance.batches import stack_plans
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.metrics import rank_sends
-from megatron_ext.balance.plan import BalancePlan, stack_plans
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.plan_metrics import rank_sends
 from megatron_ext.balance.strategies import PlanSettings, fastest, none, quota
 from tests import workloads
 from tests.balance.instances import instances

@@ -5,14 +5,9 @@ import torch
 
 from megatron_ext.balance.bounds import lower_bound
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.metrics import (
-    home_loads,
-    imbalance,
-    max_fanouts,
-    rank_sends,
-    remote_assignments,
-)
+from megatron_ext.balance.metrics import home_loads, imbalance
 from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.plan_metrics import max_fanouts, rank_sends, remote_assignments
 from megatron_ext.balance.solve import solve
 
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 
 from megatron_ext.balance.bounds import target_load
+from megatron_ext.balance.in_order import PlannerInOrder
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.placement import Placement
-from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.config import HistorySettings, LlepSettings
@@ -87,7 +87,7 @@ def test_each_layer_has_its_replicas():
     load = torch.zeros(4, 8, dtype=torch.int64)
     load[:, 0] = 100
     held = [
-        LayerPlanner("craft", LAYOUT, settings, layer=layer).solve(load).experts_in_slots
+        PlannerInOrder("craft", LAYOUT, settings, layer=layer).solve(load).experts_in_slots
         for layer in (1, 2)
     ]
     # Rank 0's slot for expert 2, which has no load, stays empty.
@@ -111,7 +111,7 @@ def test_other_planners_keep_to_a_layers_slots(strategy):
     loads = torch.stack([workloads.zipf(4, 8, 400, 1.5, seed) for seed in (1, 1)])
     used = []
     for layer in (1, 2, 3):
-        plans = LayerPlanner(strategy, LAYOUT, settings, layer=layer).plan_in_order(loads)
+        plans = PlannerInOrder(strategy, LAYOUT, settings, layer=layer).plan_in_order(loads)
         assert plans.layout == LAYOUT
         assert plans.experts_in_slots.shape == (2, 4, 2)
         for load, plan in zip(loads, plans.unbatch(), strict=True):
@@ -136,7 +136,7 @@ def test_placements_that_do_not_fit(layer, changed, message):
     sizes = {"num_experts": 8, "ep_size": 4, "slots": 2, "nvlink_domain": 4} | changed
     given_ = placement([[4, 2], [-1, -1], [-1, -1], [-1, -1]])
     with pytest.raises(ValueError, match=message):
-        LayerPlanner("craft", ExpertLayout(**sizes), PlanSettings(placement=given_), layer=layer)
+        PlannerInOrder("craft", ExpertLayout(**sizes), PlanSettings(placement=given_), layer=layer)
 
 
 def test_craft_without_a_placement():

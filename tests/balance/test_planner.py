@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatron_ext.balance.in_order import PlannerInOrder
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.strategies.strategy import PlanSettings
 from megatron_ext.config import HistorySettings, LlepSettings
 from megatron_ext.lab.planning import read_name
@@ -16,10 +16,10 @@ LOADS = [workloads.zipf(4, 16, 300, 1.0, seed) for seed in range(6)]
 
 
 def planner(strategy="eplb", **settings):
-    return LayerPlanner(strategy, LAYOUT, PlanSettings(**settings))
+    return PlannerInOrder(strategy, LAYOUT, PlanSettings(**settings))
 
 
-def from_history(interval: int) -> LayerPlanner:
+def from_history(interval: int) -> PlannerInOrder:
     return planner(sections=(HistorySettings(interval=interval),))
 
 

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from megatron_ext.balance.bounds import lower_bound
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.metrics import home_loads, imbalance, rank_sends
+from megatron_ext.balance.metrics import home_loads, imbalance
 from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.plan_metrics import rank_sends
 from megatron_ext.balance.solve import solve
 from tests import workloads
 from tests.balance.instances import Instance, instances, plan_for

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ext.balance.batches import split_quota
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.plan import Shares, split_quota
+from megatron_ext.balance.plan import Shares
 from megatron_ext.balance.reroute import RoutingMaps, assign, reroute
 from tests import reference, workloads
 from tests.balance.instances import plan_for

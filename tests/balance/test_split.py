@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ext.balance.batches import split_quota
 from megatron_ext.balance.load import load_of
-from megatron_ext.balance.metrics import remote_assignments
-from megatron_ext.balance.plan import share_plan, split_quota
+from megatron_ext.balance.plan import share_plan
+from megatron_ext.balance.plan_metrics import remote_assignments
 from megatron_ext.balance.solve import solve
 from tests import workloads
 from tests.balance.instances import instances, plan_for, worked_example

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import settings as runs
 
 from megatron_ext import ops
+from megatron_ext.balance.batches import split_quota
 from megatron_ext.balance.costs import LayerCosts
-from megatron_ext.balance.plan import BalancePlan, Shares, share_plan, split_quota
+from megatron_ext.balance.plan import BalancePlan, Shares, share_plan
 from megatron_ext.balance.reroute import assign, reroute
 from megatron_ext.balance.solve import solve
 from tests import workloads

@@ -9,7 +9,8 @@ import torch
 
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.metrics import imbalance, rank_sends, remote_assignments
+from megatron_ext.balance.metrics import imbalance
+from megatron_ext.balance.plan_metrics import rank_sends, remote_assignments
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.balance.strategies.strategy import PlanSettings

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from megatron_ext.balance.metrics import replica_use
+from megatron_ext.balance.predictions import replica_use
 from megatron_ext.config import BalanceConfig
 from tests.gpt import TinyGPT, build_gpt
 from tests.mcore import inside

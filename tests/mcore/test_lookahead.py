@@ -302,10 +302,9 @@ def test_without_a_chunk_nothing_is_sent_ahead() -> None:
 
 def test_a_report_waits_for_no_device() -> None:
     """Tensors on `meta` have no values: a look at one in the forward fails."""
-    from megatron_ext.balance.layer_report import PredictionReport
     from megatron_ext.balance.layout import ExpertLayout
-    from megatron_ext.balance.metrics import replica_use
     from megatron_ext.balance.plan import BalancePlan
+    from megatron_ext.balance.predictions import PredictionReport, replica_use
 
     layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     choices = torch.zeros(5, 4, dtype=torch.bool).to("meta")

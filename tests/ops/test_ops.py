@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 
 from megatron_ext import ops
+from megatron_ext.balance.batches import split_quota
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.plan import split_quota
 from megatron_ext.balance.solve import solve
 from tests import reference, workloads
 from tests.balance.instances import instances, worked_example

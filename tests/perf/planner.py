@@ -41,8 +41,9 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_ext.balance.bounds import lower_bound  # noqa: E402
 from megatron_ext.balance.layout import ExpertLayout  # noqa: E402
-from megatron_ext.balance.metrics import home_loads, imbalance, rank_sends  # noqa: E402
+from megatron_ext.balance.metrics import home_loads, imbalance  # noqa: E402
 from megatron_ext.balance.plan import BalancePlan  # noqa: E402
+from megatron_ext.balance.plan_metrics import rank_sends  # noqa: E402
 from megatron_ext.balance.strategies import STRATEGIES, PlanSettings, Strategy  # noqa: E402
 from megatron_ext.balance.strategies.strategy import Solves  # noqa: E402
 from megatron_ext.config import BalanceConfig  # noqa: E402

@@ -28,9 +28,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron_ext.balance.batches import pick_plans
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.metrics import rank_sends
-from megatron_ext.balance.plan import BalancePlan, pick_plans
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.plan_metrics import rank_sends
 from megatron_ext.balance.strategies import none, quota
 from megatron_ext.balance.strategies.strategy import PlanSettings, Solver
 from megatron_ext.ops import load_library

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_ext.balance.batches import pick_plans
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
-from megatron_ext.balance.plan import BalancePlan, pick_plans
+from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies.strategy import PlanSettings, Solves, StaysMegatron, Strategy
 
 

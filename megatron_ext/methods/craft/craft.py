@@ -11,9 +11,10 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from megatron_ext.balance.batches import plan_each
 from megatron_ext.balance.bounds import target_load
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.plan import BalancePlan, plan_each
+from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies import none
 from megatron_ext.balance.strategies.strategy import FromPlacement, PlanSettings, Strategy
 

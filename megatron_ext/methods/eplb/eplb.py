@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_ext.balance.batches import plan_each
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.plan import BalancePlan, plan_each
+from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies import none
 from megatron_ext.balance.strategies.strategy import FromHistory, PlanSettings, Solves, Strategy
 

@@ -16,9 +16,10 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_ext.balance.batches import plan_each
 from megatron_ext.balance.bounds import target_load
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.plan import BalancePlan, plan_each
+from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies import quota as quota_planner
 from megatron_ext.balance.strategies.strategy import FromPrediction, PlanSettings, Strategy
 from megatron_ext.config import LibraSettings

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from megatron_ext.balance.forward import Forward
-from megatron_ext.balance.layer_report import LayerReport, PredictionReport
+from megatron_ext.balance.layer_report import LayerReport
 from megatron_ext.balance.load import gather_counts, load_of
-from megatron_ext.balance.metrics import replica_use
 from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.predictions import PredictionReport, replica_use
 from megatron_ext.balance.ranges import PUSH_START, stage
 from megatron_ext.balance.reroute import as_map
 from megatron_ext.balance.slots import Materializing, timed

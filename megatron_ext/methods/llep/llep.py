@@ -10,8 +10,9 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_ext.balance.batches import plan_each
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.plan import BalancePlan, plan_each
+from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies.strategy import PlanSettings, Solves, Strategy
 from megatron_ext.config import LlepSettings
 

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_ext.balance.batches import plan_each
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
-from megatron_ext.balance.plan import BalancePlan, plan_each
+from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies import none
 from megatron_ext.balance.strategies.strategy import FromHistory, PlanSettings, Strategy
 from megatron_ext.methods.eplb import eplb

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_ext.balance.batches import plan_each
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.plan import BalancePlan, plan_each
+from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies import none
 from megatron_ext.balance.strategies.strategy import PlanSettings, Solves, Strategy
 

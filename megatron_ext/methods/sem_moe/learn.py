@@ -25,7 +25,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from megatron_ext.balance.metrics import imbalances, load_imbalance_rates
+from megatron_ext.balance.metrics import imbalances
+from megatron_ext.balance.plan_metrics import load_imbalance_rates
 from megatron_ext.files.routes import Routes
 from megatron_ext.methods.sem_moe.samples import schedule
 from megatron_ext.methods.sem_moe.semantics import Semantics

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_ext.balance.batches import plan_each
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.plan import BalancePlan, plan_each
+from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies import none
 from megatron_ext.balance.strategies.strategy import PlanSettings, Solves, Strategy
 

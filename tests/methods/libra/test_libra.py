@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ext.balance.in_order import PlannerInOrder
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.metrics import home_loads, replica_use
-from megatron_ext.balance.planner import LayerPlanner
+from megatron_ext.balance.metrics import home_loads
+from megatron_ext.balance.predictions import replica_use
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import get_strategy, quota
 from megatron_ext.balance.strategies.strategy import PlanSettings
@@ -328,8 +329,8 @@ def test_a_batch_is_predicted_by_its_loads_in_order():
 
 
 def test_expect_checks_the_prediction():
-    planner = LayerPlanner("libra", LAYOUT, PlanSettings())
-    assert (planner.expect(None) == -1).all()
+    planner = PlannerInOrder("libra", LAYOUT, PlanSettings())
+    assert (planner.expect_in_order() == -1).all()
     with pytest.raises(TypeError, match="int64"):
         planner.expect(LOAD.float())
     with pytest.raises(ValueError, match=r"\[3, 6\]"):
