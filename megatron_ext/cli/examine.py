@@ -170,7 +170,7 @@ def _features(
 
 
 def _native_features(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    from megatron_ext.ops.build import missing_tool
+    from megatron_ext.ops.from_source import missing_tool
 
     gpus = ", ".join(device["name"] for device in report["devices"])
     if report["cuda"] is None:
@@ -243,7 +243,7 @@ def cuda_mismatch() -> str | None:
     """
     import torch
 
-    from megatron_ext.ops.build import cuda_compiler
+    from megatron_ext.ops.from_source import cuda_compiler
 
     nvcc = cuda_compiler()
     if nvcc is None:

@@ -63,7 +63,7 @@ def test_doctor_says_what_is_here_and_how_to_get_the_rest(capsys, monkeypatch, t
     for name in ("cmake", "ninja", "sbatch"):
         (tmp_path / name).write_text("#!/bin/sh")
         (tmp_path / name).chmod(0o755)
-    monkeypatch.setattr("megatron_ext.ops.build._tools_path", lambda: str(tmp_path))
+    monkeypatch.setattr("megatron_ext.ops.from_source._tools_path", lambda: str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     _, stdout, _ = run(capsys, "doctor", "--json")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.ops import build
+from megatron_ext.ops import build, from_source
 
 ROOT = Path(__file__).parents[2]
 (BUILT,) = ROOT.glob(f"build/*-{sys.implementation.cache_tag}")
@@ -99,23 +99,23 @@ def test_a_library_for_another_torch_is_not_used(tmp_path, monkeypatch):
     assert build.library() == installed
     other = tmp_path / "libmegatron_ext.so"
     monkeypatch.setattr(build, "_installed", lambda: other)
-    monkeypatch.setattr(build, "_cached", lambda sources: sources)
+    monkeypatch.setattr(from_source, "_cached", lambda sources, _: sources)
     for content in (b"...\0megatron_ext for torch 1.0.0\0...", b"without a mark"):
         other.write_bytes(content)
         assert build.library() == ROOT / "csrc"
 
 
 def test_sources_and_tools_name_the_library(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "cuda_compiler", lambda: None)
-    names = {build._name(ROOT / "csrc")}
+    monkeypatch.setattr(from_source, "cuda_compiler", lambda: None)
+    names = {from_source._name(ROOT / "csrc")}
     (tmp_path / "a.cpp").write_text("1")
-    names.add(build._name(tmp_path))
+    names.add(from_source._name(tmp_path))
     (tmp_path / "a.cpp").write_text("2")
-    names.add(build._name(tmp_path))
+    names.add(from_source._name(tmp_path))
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    names.add(build._name(tmp_path))
-    monkeypatch.setattr(build, "cuda_compiler", lambda: "nvcc")
-    names.add(build._name(tmp_path))
+    names.add(from_source._name(tmp_path))
+    monkeypatch.setattr(from_source, "cuda_compiler", lambda: "nvcc")
+    names.add(from_source._name(tmp_path))
     assert len(names) == 5
 
 
@@ -127,7 +127,7 @@ def test_what_keeps_it_from_being_built_is_one_line(tmp_path, monkeypatch):
         build.library()
 
     monkeypatch.delenv("CXX")
-    monkeypatch.setattr(build, "_sources", lambda: tmp_path)  # no CMakeLists.txt
+    monkeypatch.setattr(from_source, "_sources", lambda: tmp_path)  # no CMakeLists.txt
     with pytest.raises(RuntimeError, match="does not build") as said:
         build.library()
     cache = tmp_path / "cache" / "megatron_ext"

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.ops.build import cuda_compiler
+from megatron_ext.ops.from_source import cuda_compiler
 from tests.gpu.first_run.environment import ROOT
 
 SOURCE = Path(__file__).with_name("litmus.cu")
