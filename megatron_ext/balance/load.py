@@ -16,17 +16,6 @@ from megatron_ext.ops import load_library
 from megatron_ext.transport import GathersRows
 
 
-def gather_load(
-    routing_map_NE: Tensor, group: dist.ProcessGroup, ep_size: int | None = None
-) -> Tensor:
-    """Return the exact load, int64 [R, E], on the device of the map: `load_of` all ranks' counts.
-
-    Arguments are those of `gather_counts`; without `ep_size`, the group is the EP group.
-    """
-    counts, _ = gather_counts(routing_map_NE, group)
-    return load_of(counts, ep_size or group.size())
-
-
 def load_of(counts: Tensor, ep_size: int) -> Tensor:
     """Return the load, int64 [R, E], from the counts of all ranks that plan alike, [R * T, E].
 

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
             with_split=arguments.split,
             overwrite=arguments.overwrite,
         )
-    used = asked.planning.to_json()
+    used = asked.settings()
     used |= {"strategy": balance.strategy, "objective": balance.objective}
     used |= {"slots": plans[0].layout.slots, "nvlink_domain": plans[0].layout.nvlink_domain}
     if (used_costs := used.pop("costs")) is not None:

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import Tensor
 
@@ -51,6 +51,16 @@ class Asked:
         strategy, for_time = read_name(name)
         planning = self.planning if for_time else dataclasses.replace(self.planning, costs=None)
         return strategy, dataclasses.replace(self, planning=planning)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings: sections without their names, a placement as replicas by layer."""
+        asked = self.planning
+        told: dict[str, Any] = {"tolerance": asked.tolerance, "min_quota": asked.min_quota}
+        for section in asked.sections:
+            told |= dataclasses.asdict(cast("Any", section))
+        told["costs"] = None if asked.costs is None else dataclasses.asdict(asked.costs)
+        told["placement"] = None if asked.placement is None else asked.placement.num_replicas()
+        return told
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,7 @@ def make_report(
         "experts": experts,
         "slots": asked.slots,
         **({} if expert_bytes is None else {"expert_bytes": expert_bytes}),
-        "settings": asked.planning.to_json(),
+        "settings": asked.settings(),
         "missing_history": missing_history(loads, replayed, asked.planning),
         "never_acted": [
             name

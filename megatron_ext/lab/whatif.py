@@ -109,7 +109,7 @@ def what_if(
         "model": setting and setting.shape.name,
         "machine": setting and setting.hardware.summary,
         "nvlink_domain": asked.nvlink_domain,
-        "settings": asked.planning.to_json(),
+        "settings": asked.settings(),
         "tried": [{key: value for key, value in one.items() if key != "of_loads"} for one in tried],
         **{name: best[name] for name in (*taken, "imbalance_before", "imbalance", "replicas")},
         "capacity_factor": {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.balance.layer_report import LayerReport
-from megatron_ext.balance.load import gather_load
+from megatron_ext.balance.load import gather_counts, load_of
 from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.strategies.ideal import force_even
 from megatron_ext.config import BalanceConfig
@@ -42,7 +42,8 @@ class EvenMoELayer(ObservedMoELayer):
         dealt_before = group.rank() * len(routing_map) * self.router.topk
         probs, routing_map = force_even(probs, routing_map, dealt_before)
         if self.observers and self.training and torch.is_grad_enabled():
-            load = gather_load(routing_map, group, ep_size)
+            counts, _ = gather_counts(routing_map, group)
+            load = load_of(counts, ep_size)
             no_slots = load.new_empty(ep_size, 0, dtype=torch.int32)
             for observer in self.observers:
                 observer(LayerReport(self.layer_number, load, home_loads(load), no_slots))

@@ -5,10 +5,9 @@ Legend: R ranks of the EP group, E logical experts, S slots per rank, B loads.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from megatron_ext.config import BalanceConfig, Section, field_problems
 
@@ -75,15 +74,6 @@ class PlanSettings:
         """Return the section of that class."""
         found = (section for section in self.sections if isinstance(section, kind))
         return next(found, None) or kind()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings: sections without their names, a placement as replicas by layer."""
-        told: dict[str, Any] = {"tolerance": self.tolerance, "min_quota": self.min_quota}
-        for section in self.sections:
-            told |= dataclasses.asdict(cast("Any", section))
-        told["costs"] = None if self.costs is None else dataclasses.asdict(self.costs)
-        told["placement"] = None if self.placement is None else self.placement.num_replicas()
-        return told
 
 
 Solver: TypeAlias = "Callable[[Tensor, ExpertLayout, PlanSettings], BalancePlan]"
