@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ class LayerReport:
     """What one layer did with one microbatch; given to the layer's observers."""
 
     layer_number: int
-    """1-based, as in Megatron."""
+    """See `number_of`."""
     load: Tensor
     """Assignments from source rank r to logical expert e, int64 [R, E]."""
     rank_loads_after: Tensor
@@ -49,3 +49,13 @@ class LayerReport:
 
 
 Observer = Callable[[LayerReport], None]
+
+
+def number_of(layer: Any) -> int:
+    """Return the number of an MoE layer in its model, from 1 on.
+
+    Layers of multi-token prediction follow the decoder's; Megatron-Core from 0.17 on counts them
+    from 1.
+    """
+    number: int = layer.router.layer_number
+    return number + layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else number

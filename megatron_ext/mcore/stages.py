@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from megatron_ext.balance.layer_report import Observer
+from megatron_ext.balance.layer_report import Observer, number_of
 from megatron_ext.balance.ranges import COMBINE, DISPATCH, EXPERTS, layer_forward, stage
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.partial_graphs import GraphsEndBeforePlan
@@ -51,11 +51,9 @@ class ObservedMoELayer(NamedMoELayer, GraphsEndBeforePlan):
         """Functions that the layer calls once for every training microbatch, with a report."""
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Take the number in the model: layers of multi-token prediction follow the decoder's."""
+        """Take the number in the model; the router keeps Megatron's."""
         super().set_layer_number(layer_number)
-        # Later versions of Megatron count these from 1; the router knows that by itself.
-        if getattr(self, "is_mtp_layer", False):
-            self.layer_number = layer_number + self.config.num_layers
+        self.layer_number = number_of(self)
 
     @classmethod
     def shared_by_layers(cls, balance: BalanceConfig) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
+from megatron_ext.balance.layer_report import number_of
 from megatron_ext.mcore import process_hooks
 from megatron_ext.mcore.graph_limits import hold_routers, hold_whole_steps
 from megatron_ext.telemetry.gather import Place, gather_step
-from megatron_ext.telemetry.heartbeat import number_of
 from megatron_ext.telemetry.names import MAX_KEYS, TIERS, shown
 from megatron_ext.telemetry.recorder import LoadRecorder
 from megatron_ext.telemetry.run_steps import RunSteps

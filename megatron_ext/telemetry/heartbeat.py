@@ -111,22 +111,13 @@ def called_in_forward(layer: Any) -> nn.Module:
     return module
 
 
-def number_of(layer: Any) -> int:
-    """Return the number of an MoE layer in its model, from 1 on.
-
-    Layers of multi-token prediction follow the decoder's; Megatron-Core from 0.17 on counts them
-    from 1, and balanced layers do not.
-    """
-    number: int = layer.layer_number
-    counts_anew = getattr(layer, "is_mtp_layer", False) and number <= layer.config.num_layers
-    return number + layer.config.num_layers if counts_anew else number
-
-
 def note_layers(layers: Sequence[Any]) -> None:
     """Let MoE layers note when their forward or backward begins.
 
     The stages are then `forward` and `backward`; the stage `evaluate` keeps its name.
     """
+    from megatron_ext.balance.layer_report import number_of
+
     for layer in layers:
         notes, module = _LayerNotes(number_of(layer)), called_in_forward(layer)
         module.register_forward_pre_hook(notes.forward_begins)

@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.balance.layer_report import LayerReport
+from megatron_ext.balance.layer_report import LayerReport, number_of
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.predictions import PredictionReport
 from megatron_ext.balance.reroute import as_map
 from megatron_ext.balance.reruns import can_take_back
 from megatron_ext.balance.stage_times import STAGES, TIMES
-from megatron_ext.telemetry.heartbeat import called_in_forward, number_of
+from megatron_ext.telemetry.heartbeat import called_in_forward
 
 
 class PredictedLoads(NamedTuple):

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_ext.balance.layer_report import number_of
 from megatron_ext.balance.reroute import as_map
 from megatron_ext.files.routes import Routes, read_routes, write_routes
-from megatron_ext.telemetry.heartbeat import number_of
 from megatron_ext.telemetry.step_files import StepFiles
 
 ROUTES_FOLDER = "routes"

@@ -128,7 +128,7 @@ def test_two_microbatches_at_a_time_are_counted_and_let_go(strategy: str) -> Non
 
 def _layer(number: int, router: Any) -> Any:
     layer: Any = torch.nn.Identity()
-    layer.layer_number, layer.router = number, router
+    layer.router, router.layer_number = router, number
     layer.token_dispatcher = SimpleNamespace(tp_group=None)
     return layer
 

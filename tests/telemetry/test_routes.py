@@ -132,9 +132,8 @@ def fake_recorder(
 ):
     """A recorder of one layer, and what runs a microbatch: tokens [b, s], chances [b, s, E]."""
     chunk, router = nn.Identity(), FakeRouter(gives_ids)
-    layer = SimpleNamespace(
-        layer_number=7, router=router, config=SimpleNamespace(num_moe_experts=3)
-    )
+    router.layer_number = 7
+    layer = SimpleNamespace(router=router, config=SimpleNamespace(num_moe_experts=3))
     recorder = RouteRecorder(
         step_files.StepFiles(folder, steps_per_file=100, pp_rank=0, pp_size=1),
         chunks=[chunk],
