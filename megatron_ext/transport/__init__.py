@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -81,15 +80,12 @@ TRANSPORTS: dict[str, TransportKind] = {
 def make_transport(
     name: str, ep_group: ProcessGroup, device: torch.device, options: TransportOptions
 ) -> Transport:
-    """Return the transport called `name`, or chosen by `auto`, for this EP group; every rank calls.
+    """Return the transport called `name`, of `TRANSPORTS`, for this EP group; every rank calls.
 
     Raises:
-        ValueError: No such transport, or not for this device.
+        ValueError: It is not for this device.
         RuntimeError: The group's ranks do not reach each other in the transport's way.
     """
-    if name == "auto":
-        name, domain_ranks = agree_on_transport(name, options.domain_ranks, ep_group, device)
-        options = replace(options, domain_ranks=domain_ranks)
     return _kind(name, device.type).make(ep_group, device, options)
 
 

@@ -23,8 +23,13 @@ import torch.distributed as dist
 
 from megatron_ext.balance.solve import solve
 from megatron_ext.ops import has_cuda_part
-from megatron_ext.transport import Transfer, Transfers, TransportOptions, make_transport
-from megatron_ext.transport.collective import CollectiveTransport
+from megatron_ext.transport import (
+    Transfer,
+    Transfers,
+    TransportOptions,
+    agree_on_transport,
+    make_transport,
+)
 from megatron_ext.transport.cuda import CudaTransport
 from megatron_ext.transport.symmetric_heap import SymmetricHeap
 from tests.gpu.sanitizer import SANITIZERS, needs_sanitizer, sanitize
@@ -492,8 +497,8 @@ def test_arguments_are_checked() -> None:
 def _move_between_gpus(rank: int) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    transport = make_transport("auto", dist.group.WORLD, device, OPTIONS)
-    assert isinstance(transport, CudaTransport)
+    assert agree_on_transport("auto", None, dist.group.WORLD, device)[0] == "cuda"
+    transport = make_transport("cuda", dist.group.WORLD, device, OPTIONS)
     side = Side(transport, dist.group.WORLD, LARGE, torch.float32, device)
     generator = random.Random(5)
     for step in range(20):
@@ -631,8 +636,8 @@ def _move_between_processes(
         assert torch.equal(found, expected)
     transport.reset()
     side.step(random_transfers(generator, dist.get_world_size()), 5)
-    chosen = make_transport("auto", dist.group.WORLD, device, OPTIONS)
-    assert isinstance(chosen, CollectiveTransport), "ranks that share a GPU are not to be expected"
+    chosen, _ = agree_on_transport("auto", None, dist.group.WORLD, device)
+    assert chosen == "collective", "ranks that share a GPU are not to be expected"
 
 
 @pytest.mark.parametrize(

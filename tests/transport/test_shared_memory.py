@@ -25,8 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.main_weights import MainWeights, Segment
 from megatron_ext.balance.slots import SlotBuffers
-from megatron_ext.transport import Transfer, TransportOptions, make_transport, shared_memory
-from megatron_ext.transport.collective import CollectiveTransport
+from megatron_ext.transport import (
+    Transfer,
+    TransportOptions,
+    agree_on_transport,
+    make_transport,
+    shared_memory,
+)
 from megatron_ext.transport.one_sided import group_timeout_s
 from megatron_ext.transport.relay import compile_copies
 from megatron_ext.transport.shared_memory import SharedMemoryTransport
@@ -493,10 +498,7 @@ def _live_on_two_machines(rank: int) -> None:
     with mock.patch.object(
         shared_heap, "machine_of_this_process", return_value=elsewhere if rank == 1 else here
     ):
-        assert isinstance(
-            make_transport("auto", dist.group.WORLD, CPU, OPTIONS),
-            CollectiveTransport,
-        )
+        assert agree_on_transport("auto", None, dist.group.WORLD, CPU) == ("collective", 2)
         with pytest.raises(
             RuntimeError,
             match=r"process \d+ .*cannot map.*process \d+ .*machine .*balance.transport=collective",

@@ -6,7 +6,6 @@ gradients are small integers, so their sums are exact in any order.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +29,7 @@ from megatron_ext.transport import (
     Transport,
     TransportKind,
     TransportOptions,
+    agree_on_transport,
     make_transport,
     resolve_transport,
 )
@@ -332,10 +332,10 @@ def test_bfloat16_gradients_add_in_float32(name: str) -> None:
 def _move_in_groups(rank: int, name: str) -> None:
     """Each rank is in two EP groups: group ranks are not global ranks."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    sides = [
-        Side(make_transport(name, group, CPU, TransportOptions()), group)
-        for group in (dist.group.WORLD, pairs[rank % 2])
-    ]
+    sides = []
+    for group in (dist.group.WORLD, pairs[rank % 2]):
+        chosen, _ = agree_on_transport(name, None, group, CPU)
+        sides.append(Side(make_transport(chosen, group, CPU, TransportOptions()), group))
     generators = [random.Random(5) for _ in sides]
     for step in range(20):
         for side, generator in zip(sides, generators, strict=True):
@@ -372,8 +372,8 @@ def _add_a_toy(rank: int) -> None:
         make=lambda *arguments: ("toy", *arguments),
     )
     with mock.patch.dict(TRANSPORTS, {"toy": toy}):
-        made = make_transport("auto", group, device, asked)
-        assert made == ("toy", group, device, dataclasses.replace(asked, domain_ranks=1))
+        assert agree_on_transport("auto", None, group, device) == ("toy", 1)
+        assert make_transport("toy", group, device, asked) == ("toy", group, device, asked)
         assert resolve_transport("toy", device_type="meta") == "toy"
         with pytest.raises(ValueError, match=r"transport \('toy'\) .*META ranks only.* cpu"):
             resolve_transport("toy")
