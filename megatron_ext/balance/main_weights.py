@@ -1,8 +1,8 @@
 """Holds this rank's main expert weights, in the forms that expert modules keep them in.
 
 The weights of a segment are one parameter for each main (`SeparateMains`), or one stacked parameter
-for all mains. Matrix products take a stacked parameter whole (`_StackedMains`) or main by main
-(`_SplitMains`). Slot weights have the form of the mains, so the same classes group them.
+for all mains (`StackedMains`). Slot weights have the form of the mains, so the same classes group
+them.
 
 Products of quantized weights read parts: data, scales, maybe an amax. A forward reads the row-wise
 parts and a backward the column-wise ones, and a push moves the parts of one direction. Weights that
@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,12 +87,15 @@ def everywhere(_: Tensor) -> bool:
     return True
 
 
+TakesSums = Callable[[Tensor], Tensor | None]
+"""`_takes_sums` of a parameter."""
+
+
 @dataclass(frozen=True)
 class SeparateMains:
     """A parameter [*shape] for each of the M mains. An unused slot costs no gradient."""
 
     mains: list[Tensor]
-    fused: bool
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters in a fixed order."""
@@ -118,89 +121,71 @@ class SeparateMains:
         """Return the `main_grad` [*shape] of each main, or None."""
         return [_main_grad(main) for main in self.mains]
 
-    def totals(self, dtype: torch.dtype, *, in_place: InPlace) -> list[Tensor]:
+    def totals(self, dtype: torch.dtype, takes_sums: TakesSums) -> list[Tensor]:
         """Return what the gradients of main m's replicas are added to, [*shape]; see `Totals`."""
-        taken = (_takes_sums(main, self.fused, in_place) for main in self.mains)
         return [
             torch.zeros(main.shape, dtype=dtype, device=main.device) if total is None else total
-            for main, total in zip(self.mains, taken, strict=True)
+            for main, total in zip(self.mains, map(takes_sums, self.mains), strict=True)
         ]
 
-    def hand_over(self, totals: list[Tensor], *, in_place: InPlace) -> list[Tensor | None]:
+    def hand_over(self, totals: list[Tensor], takes_sums: TakesSums) -> list[Tensor | None]:
         """Return the totals that autograd adds, by parameter; see `MainWeights.hand_over`.
 
         A main without replicas gets zeros.
         """
         return [
-            total.to(main.dtype)
-            if main.requires_grad and _takes_sums(main, self.fused, in_place) is None
-            else None
+            total.to(main.dtype) if main.requires_grad and takes_sums(main) is None else None
             for main, total in zip(self.mains, totals, strict=True)
         ]
 
 
 @dataclass(frozen=True)
-class _StackedMains:
-    """One parameter [M, *shape] for all mains, and a tensor of the memory with its values.
-
-    Its methods are those of `SeparateMains`.
-    """
+class StackedMains:
+    """One parameter [M, *shape] for all mains."""
 
     mains: Tensor
     values: Tensor
-    fused: bool
+    """The memory with the parameter's values, [M, *shape]: the parameter itself, or another."""
+    is_split: bool = False
+    """Whether products take one weight for each main. An unused slot then costs no gradient."""
 
     def parameters(self) -> list[Tensor]:
+        """See `SeparateMains.parameters`."""
         return [self.mains]
 
     def rows(self, *, columnwise: bool) -> list[list[Tensor]]:
+        """See `SeparateMains.rows`."""
         return [list(self.values.detach().unbind())]
 
     def weights(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """See `SeparateMains.weights`."""
         return self.views(parts[0])
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        return [buffer]
+        """See `SeparateMains.views`."""
+        return list(buffer.unbind()) if self.is_split else [buffer]
 
     def take(self, values: Iterator[Any], num_slots: int) -> Any:
-        return next(values)
+        """See `SeparateMains.take`."""
+        return [next(values) for _ in range(num_slots)] if self.is_split else next(values)
 
     def main_grads(self) -> list[Tensor | None]:
+        """See `SeparateMains.main_grads`."""
         main_grad = _main_grad(self.mains)
         return list(main_grad.unbind() if main_grad is not None else [None] * len(self.values))
 
-    def totals(self, dtype: torch.dtype, *, in_place: InPlace) -> list[Tensor]:
-        total = _takes_sums(self.mains, self.fused, in_place)
+    def totals(self, dtype: torch.dtype, takes_sums: TakesSums) -> list[Tensor]:
+        """See `SeparateMains.totals`."""
+        total = takes_sums(self.mains)
         if total is None:
             total = torch.zeros(self.values.shape, dtype=dtype, device=self.values.device)
         return list(total.unbind())
 
-    def hand_over(self, totals: list[Tensor], *, in_place: InPlace) -> list[Tensor | None]:
-        if (
-            not self.mains.requires_grad
-            or _takes_sums(self.mains, self.fused, in_place) is not None
-        ):
+    def hand_over(self, totals: list[Tensor], takes_sums: TakesSums) -> list[Tensor | None]:
+        """See `SeparateMains.hand_over`."""
+        if not self.mains.requires_grad or takes_sums(self.mains) is not None:
             return [None]
         return [torch.stack(totals).to(self.values.dtype)]
-
-
-class _SplitMains(_StackedMains):
-    """For products that take one weight a main. An unused slot costs no gradient."""
-
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        return list(buffer.unbind())
-
-    def take(self, values: Iterator[Any], num_slots: int) -> list[Any]:
-        return [next(values) for _ in range(num_slots)]
-
-
-class Split(NamedTuple):
-    """A stacked parameter of all mains, for products that take one weight for each main."""
-
-    parameter: Tensor
-    """[M, *shape]. Another tensor, `values`, may keep its values."""
-    values: Tensor
-    """The memory with its values, [M, *shape]."""
 
 
 def _main_grad(main: Tensor) -> Tensor | None:
@@ -273,19 +258,8 @@ def _set_aside(
     return [dict(zip(narrow, copies, strict=True)).get(m) for m in range(len(main_grads))]
 
 
-Held = Tensor | list[Tensor] | Split | SeparateMains
-"""How a module holds the weights of one segment; see `MainWeights`."""
-
-
-def _segment_mains(held: Held, fused: bool) -> SeparateMains | _StackedMains:
-    if isinstance(held, SeparateMains):
-        return held
-    if isinstance(held, Split):
-        return _SplitMains(held.parameter, held.values, fused)
-    if isinstance(held, Tensor):
-        return _StackedMains(held, held, fused)
-    return SeparateMains(held, fused)
-
+Held = SeparateMains | StackedMains
+"""How a module holds the weights of one segment."""
 
 Totals = list[list[Tensor] | None]
 """By segment and main, [*shape]: what the gradients of a main's replicas are added to. None for a
@@ -300,15 +274,14 @@ class MainWeights:
     """This rank's main expert weights, segment by segment.
 
     Args:
-        per_segment: For each segment, the M parameters [*shape], or one stacked parameter [M,
-            *shape], alone or as a `Split`; or the `SeparateMains` of quantized weights.
+        segments: The mains of each segment.
         fused: Whether Megatron's gradient accumulation fusion is on: the matrix product adds a
             weight's gradient to `main_grad`, and autograd's gradient of the weight does not count.
     """
 
-    def __init__(self, per_segment: Sequence[Held], *, fused: bool) -> None:
+    def __init__(self, segments: Sequence[Held], *, fused: bool) -> None:
         self.fused = fused
-        self._segments = [_segment_mains(held, fused) for held in per_segment]
+        self._segments = segments
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters in a fixed order, as inputs for autograd."""
@@ -394,8 +367,9 @@ class MainWeights:
         That is `main_grad` itself. Zeros for `hand_over`, float32 (float64 for float64 gradients),
         where `in_place` says no, and where adding there would round too much.
         """
+        takes_sums = partial(_takes_sums, fused=self.fused, in_place=in_place)
         return [
-            segment.totals(torch.promote_types(grad.dtype, torch.float32), in_place=in_place)
+            segment.totals(torch.promote_types(grad.dtype, torch.float32), takes_sums)
             if grad is not None
             else None
             for segment, grad in zip(self._segments, slot_grads, strict=True)
@@ -407,11 +381,12 @@ class MainWeights:
         A parameter whose `main_grad` has the sums already gets None, and so does a frozen one. Else
         the sums are rounded to the weights' dtype.
         """
+        takes_sums = partial(_takes_sums, fused=self.fused, in_place=in_place)
         return [
             gradient
             for segment, of_segment in zip(self._segments, totals, strict=True)
             for gradient in (
-                segment.hand_over(of_segment, in_place=in_place)
+                segment.hand_over(of_segment, takes_sums)
                 if of_segment is not None
                 else [None for _ in segment.parameters()]
             )

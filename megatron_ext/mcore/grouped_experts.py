@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from megatron_ext.balance.main_weights import MainWeights, Segment
+from megatron_ext.balance.main_weights import MainWeights, Segment, StackedMains
 from megatron_ext.mcore.grouped_product import grouped_product
 from megatron_ext.mcore.sequential_experts import SlotsBehindMains
 
@@ -172,7 +172,8 @@ class GroupedWeights(SlotsBehindMains):
     def mains(self) -> MainWeights:
         """See `ExpertWeights.mains`."""
         # PyTorch's grouped product gives its gradients to autograd, with fusion on or off.
-        return MainWeights((self.experts.fc1, self.experts.fc2), fused=False)
+        fc1, fc2 = self.experts.fc1, self.experts.fc2
+        return MainWeights((StackedMains(fc1, fc1), StackedMains(fc2, fc2)), fused=False)
 
     def run_slots(
         self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor

@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
-from megatron_ext.balance.main_weights import MainWeights, Segment
+from megatron_ext.balance.main_weights import MainWeights, Segment, SeparateMains
 from megatron_ext.mcore.experts import ExpertWeights, lent_to
 
 
@@ -79,7 +79,10 @@ class SequentialWeights(SlotsBehindMains):
         """See `ExpertWeights.mains`."""
         per_expert = [dict(expert.named_parameters()) for expert in self.experts.local_experts]
         return MainWeights(
-            tuple([weights[segment.name] for weights in per_expert] for segment in self.segments),
+            [
+                SeparateMains([weights[segment.name] for weights in per_expert])
+                for segment in self.segments
+            ],
             fused=self.experts.config.gradient_accumulation_fusion,
         )
 

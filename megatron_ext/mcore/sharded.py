@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.balance.main_weights import InPlace, SeparateMains
+from megatron_ext.balance.main_weights import SeparateMains, TakesSums
 
 
 @dataclass(eq=False)
@@ -130,11 +130,11 @@ class ShardedMains(SeparateMains):
         """None: nothing is added to the shards' `main_grad` here."""
         return [None for _ in self.mains]
 
-    def totals(self, dtype: torch.dtype, *, in_place: InPlace) -> list[Tensor]:
+    def totals(self, dtype: torch.dtype, takes_sums: TakesSums) -> list[Tensor]:
         """Return the mains' own gradients of this backward, whole."""
         return self.whole.grads
 
-    def hand_over(self, totals: list[Tensor], *, in_place: InPlace) -> list[Tensor | None]:
+    def hand_over(self, totals: list[Tensor], takes_sums: TakesSums) -> list[Tensor | None]:
         """Let Megatron scatter the totals; all ranks of the GTP group call."""
         self.whole.grads = []
         self.whole.leader.finalize_group_grads(totals)

@@ -24,7 +24,14 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor, nn
 
 from megatron_ext.balance.forward import kept_in_place
-from megatron_ext.balance.main_weights import Held, MainWeights, Segment, Split, is_sharded
+from megatron_ext.balance.main_weights import (
+    Held,
+    MainWeights,
+    Segment,
+    SeparateMains,
+    StackedMains,
+    is_sharded,
+)
 from megatron_ext.mcore.experts import ExpertWeights, lent_to
 from megatron_ext.mcore.in_place import memory_of
 from megatron_ext.mcore.quantized import (
@@ -107,18 +114,17 @@ class TEGroupedWeights(ExpertWeights):
         )
 
     def _held(self, name: str, kind: str) -> Held:
-        """Return a linear's weights, or biases, as `MainWeights` takes them."""
+        """Return a linear's weights, or biases."""
         linear = getattr(self.experts, name)
         if _is_single(linear):
-            return Split(linear.weight, _values(linear.weight))
+            return StackedMains(linear.weight, _values(linear.weight), is_split=True)
         mains = [getattr(linear, f"{kind}{m}") for m in range(linear.num_gemms)]
-        fused = self.experts.config.gradient_accumulation_fusion
         if is_sharded(mains[0]):
-            return ShardedMains(mains, fused, Whole(mains[0]))
+            return ShardedMains(mains, Whole(mains[0]))
         precision = self._precisions.get(name)
         if kind == "weight" and precision is not None and precision.parts:
-            return QuantizedMains(mains, fused, linear, precision)
-        return mains
+            return QuantizedMains(mains, linear, precision)
+        return SeparateMains(mains)
 
     def forget_step(self) -> None:
         """See `ExpertWeights.forget_step`. The linears are Megatron's; see `reset_after_abort`."""

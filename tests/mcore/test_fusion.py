@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.main_weights import MainWeights, Segment
+from megatron_ext.balance.main_weights import MainWeights, Segment, SeparateMains, StackedMains
 from megatron_ext.balance.slots import SlotBuffers
 from megatron_ext.config import BalanceConfig
 from megatron_ext.ops import load_library
@@ -78,11 +78,11 @@ def test_main_grads_take_the_sums_over_replicas_themselves(stacked: bool) -> Non
     """Narrow ones are emptied before, so that the transport rounds a sum of all parts once."""
     mains = torch.nn.Parameter(torch.zeros(2, 4, dtype=torch.bfloat16))
     mains.main_grad = torch.full_like(mains, 256.0)
-    held = mains if stacked else [torch.nn.Parameter(row) for row in mains.detach()]
-    if not stacked:
-        for row, main_grad in zip(held, mains.main_grad, strict=True):
-            row.main_grad = main_grad
+    rows = [torch.nn.Parameter(row) for row in mains.detach()]
+    for row, main_grad in zip(rows, mains.main_grad, strict=True):
+        row.main_grad = main_grad
     load_library()
+    held = StackedMains(mains, mains) if stacked else SeparateMains(rows)
     weights = MainWeights((held,), fused=True)
     slot_grads = [torch.zeros(1, 4, dtype=torch.bfloat16)]
     ((_, aside),) = weights.set_aside(torch.tensor([[-1], [1]], dtype=torch.int32), ep_rank=0)

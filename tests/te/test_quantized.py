@@ -204,7 +204,7 @@ def _linear_with_slots(
         for linear in (owner, other):
             linear.fuse_wgrad_accumulation = fused
         with context(owner.config, 0):
-            memory, slots, refill = _slots(owner, other, fused)
+            memory, slots, refill = _slots(owner, other)
             x = rows[first:].clone().requires_grad_()
             y, _ = owner(x, FEW)
             x_there = rows.clone().requires_grad_()
@@ -227,12 +227,12 @@ def _random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator).bfloat16()
 
 
-def _slots(owner: Any, other: Any, fused: bool) -> Any:
+def _slots(owner: Any, other: Any) -> Any:
     """Memory of `other`'s slots, slots in it with `owner`'s rows, and what brings the columns."""
     from megatron_ext.mcore.quantized import Precision, QuantizedMains
 
     of_owner, of_other = (
-        QuantizedMains([each.weight0, each.weight1], fused, each, Precision.of(each))
+        QuantizedMains([each.weight0, each.weight1], each, Precision.of(each))
         for each in (owner, other)
     )
     memory = [

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.main_weights import MainWeights, Segment
+from megatron_ext.balance.main_weights import MainWeights, Segment, StackedMains
 from megatron_ext.balance.slots import SlotBuffers
 from megatron_ext.transport import (
     Transfer,
@@ -409,7 +409,8 @@ def _reset_slots(rank: int) -> None:
         value = 3.0 if is_reset else 1.0
         if is_reset:
             buffers.reset()
-        mains = MainWeights((torch.full((2, 2), value),), fused=False)
+        weights = torch.full((2, 2), value)
+        mains = MainWeights((StackedMains(weights, weights),), fused=False)
         if not buffers.hold_replicas_of(forward, columnwise=False):
             buffers.push(transfers, mains, "layer 3", owner=forward).wait()
         if rank == 1:
