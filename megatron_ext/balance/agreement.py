@@ -95,7 +95,7 @@ class Agreement:
         self.raise_failure()
         return Shares(*shares).of_shard(rank, counts)
 
-    def send_seal(self, rows: GathersRows | None = None, label: str = "") -> None:
+    def send_seal(self, rows: GathersRows | None, label: str) -> None:
         """Send the seal of this rank's last plan to all ranks; without `rows` by a collective."""
         if rows is None:
             self._seals.start(self._gather_seals())
@@ -103,7 +103,7 @@ class Agreement:
             rows.gather(self._seal, label, self._seals.memory)
             self._seals.note_written()
 
-    def compare_sent(self, rows: GathersRows | None = None) -> None:
+    def compare_sent(self, rows: GathersRows | None) -> None:
         """Compare the seals that all ranks have sent; the host waits until they are there.
 
         Raises:

@@ -195,11 +195,9 @@ class Forward:
         return Transfers(self.plan.experts_in_slots, self.plan.layout.mains_per_rank)
 
     @property
-    def bytes_of_one(self) -> tuple[int, int]:
-        """Bytes of one replica's weights and gradients on this rank."""
-        weight_bytes = self.buffers.weight_bytes if self.buffers is not None else 0
-        trained = (grad for grad in self.slot_grads if grad is not None)
-        return weight_bytes, sum(each[0].nbytes for each in trained)
+    def grad_bytes(self) -> int:
+        """Bytes of one replica's gradients on this rank."""
+        return sum(grad[0].nbytes for grad in self.slot_grads if grad is not None)
 
     @property
     def label(self) -> str:
@@ -674,13 +672,11 @@ class VirtualLayer:
 class VirtualLayers:
     """The virtual layers of one MoE layer: as many as the pipeline schedule has in flight.
 
-    At most `limit` forwards may wait for their backward; any number if it is None. `make` makes a
-    virtual layer with an id of its own.
+    At most `limit` forwards may wait for their backward; any number if it is None.
     """
 
-    def __init__(self, limit: int | None, make: Callable[[], VirtualLayer]) -> None:
+    def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self._make = make
         self._num_made = 0
         self._num_lent = 0
         self._free: list[VirtualLayer] = []
@@ -698,6 +694,8 @@ class VirtualLayers:
             RuntimeError: As many forwards as the limit allows wait for their backward: the same on
                 all ranks, because a dropped graph never counts.
         """
+        buffers = forward.buffers
+        assert buffers is not None, "without slots no backward needs a plan"
         if not self._free and self._num_made == self._limit:
             self._end_dropped()
         if not self._free:
@@ -708,7 +706,7 @@ class VirtualLayers:
                     f"{self._limit + 1} or more: microbatches {waiting} wait for their backward "
                     f"when the forward of microbatch {self._num_lent} begins"
                 )
-            self._free.append(self._make())
+            self._free.append(VirtualLayer(buffers.new_virtual_layer_id(), RoutingMaps()))
             self._num_made += 1
         # The lowest, so that a schedule that repeats itself finds the same memory again.
         virtual_layer = min(self._free, key=lambda each: each.virtual_layer_id)
@@ -716,8 +714,6 @@ class VirtualLayers:
         forward.microbatch_idx = self._num_lent
         forward.virtual_layer = virtual_layer
         forward.give_back = weakref.finalize(forward, self._free.append, virtual_layer)
-        buffers = forward.buffers
-        assert buffers is not None, "without slots no backward needs a plan"
         forward.before, buffers.last_planned = buffers.last_planned, weakref.ref(forward)
         self._num_lent += 1
         self._borrowers.add(forward)

@@ -36,15 +36,8 @@ PREFIX = "expert_balance_"
 LOAD, PLAN, REROUTE, DISPATCH, EXPERTS, COMBINE = (
     PREFIX + stage for stage in ("load", "plan", "reroute", "dispatch", "experts", "combine")
 )
-PUSH_START, PUSH_WAIT, REDUCE_START, REDUCE_WAIT = (
-    PREFIX + stage
-    for stage in (
-        "weight_push_start",
-        "weight_push_wait",
-        "grad_reduce_start",
-        "grad_reduce_wait",
-    )
-)
+PUSH_START, PUSH_WAIT = PREFIX + "weight_push_start", PREFIX + "weight_push_wait"
+REDUCE_START, REDUCE_WAIT = PREFIX + "grad_reduce_start", PREFIX + "grad_reduce_wait"
 
 _NOTHING = nullcontext()
 

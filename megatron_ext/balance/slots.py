@@ -25,13 +25,7 @@ from torch.distributed import ProcessGroup
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.main_weights import Aside, MainWeights, Segment, Totals
 from megatron_ext.balance.stage_times import TIMES, Mark
-from megatron_ext.transport import (
-    Pending,
-    Transfers,
-    Transport,
-    TransportOptions,
-    make_transport,
-)
+from megatron_ext.transport import Pending, Transfers, Transport, TransportOptions, make_transport
 from megatron_ext.transport.reach import gather
 
 
@@ -73,7 +67,6 @@ class SlotBuffers:
         self._resident: weakref.ref[Any] | None = None
         self._resident_columnwise = False
         self._has_directions = any(segment.has_directions for segment in segments)
-        self._last_push: weakref.ref[Materializing] | None = None
         self.last_planned: weakref.ref[Any] | None = None
         """The forward that planned last for these slots."""
         # The last reduction. The forward keeps the reduction and its totals alive.
@@ -161,9 +154,7 @@ class SlotBuffers:
         self.num_pushes += 1
         rows = mains.rows(columnwise=columnwise)
         pending = self.transport.push(transfers, rows, self.weight_buffers, label)
-        materializing = Materializing(pending, self, owner)
-        self._last_push = weakref.ref(materializing)
-        return materializing
+        return Materializing(pending, self, owner)
 
     def begin_fused(self, slot_grads: Sequence[Tensor | None]) -> None:
         """Let fused products add to the slots' gradients, which begin at zero.
@@ -266,6 +257,7 @@ class Materializing:
     ) -> None:
         self._pending = pending
         self._buffers = buffers
+        self._num_pushes = buffers.num_pushes if buffers is not None else 0
         self._owner = weakref.ref(owner) if owner is not None else None
         self._started = TIMES.mark() if owner is not None else None
 
@@ -277,7 +269,7 @@ class Materializing:
             self._pending.wait()
         self._pending = None
         # A later push may have begun, and overwrites the replicas of this one.
-        if self._buffers is not None and (last := self._buffers._last_push) and last() is self:
+        if self._buffers is not None and self._buffers.num_pushes == self._num_pushes:
             self._buffers._resident = self._owner
 
 

@@ -19,11 +19,10 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.balance import reruns
 from megatron_ext.balance.agreement import Agreement, shared_agreement
-from megatron_ext.balance.forward import Forward, VirtualLayer, VirtualLayers
+from megatron_ext.balance.forward import Forward, VirtualLayers
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.main_weights import MainWeights
 from megatron_ext.balance.planner import LayerPlanner, plan_layout
-from megatron_ext.balance.reroute import RoutingMaps
 from megatron_ext.balance.slots import SlotBuffers, shared_slot_buffers
 from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.config import COST_UNITS, BalanceConfig, unless_auto
@@ -93,11 +92,7 @@ class LayerBalancer:
                 ),
                 set_name=self.set_name,
             )
-        self.virtual_layers = VirtualLayers(
-            unless_auto(self.balance.max_in_flight),
-            # Not a method: the balancer would hold itself.
-            partial(_virtual_layer, self.buffers),
-        )
+        self.virtual_layers = VirtualLayers(unless_auto(self.balance.max_in_flight))
 
     @property
     def num_shards(self) -> int:
@@ -228,11 +223,6 @@ class LayerBalancer:
                 "grad_reduce_in_fp32"
             )
         return next(iter(found), None)
-
-
-def _virtual_layer(buffers: SlotBuffers | None) -> VirtualLayer:
-    assert buffers is not None, "without slots no plan is kept"
-    return VirtualLayer(buffers.new_virtual_layer_id(), RoutingMaps())
 
 
 def layout_of(config: Any, balance: BalanceConfig, ep_size: int) -> ExpertLayout:

@@ -422,15 +422,15 @@ class BalancedMoELayer(SharedExpertsLater):
 
     def report(self, forward: Forward, load: Tensor, chosen: Tensor) -> LayerReport:
         """Named point: return the report of a forward with this load, int64 [R, E]."""
-        weight_bytes, grad_bytes = forward.bytes_of_one
+        num_shards = self.balancer.num_shards
         return LayerReport(
             self.layer_number,
             load,
             forward.plan.rank_loads(),
             forward.plan.experts_in_slots,
             layout=forward.plan.layout,
-            weight_bytes=self.balancer.num_shards * weight_bytes,
-            grad_bytes=self.balancer.num_shards * grad_bytes,
+            weight_bytes=num_shards * self.balancer.expert_bytes,
+            grad_bytes=num_shards * forward.grad_bytes,
             moves=forward.moves,
             rows_over=self._rows_over(forward, chosen),
         )

@@ -6,24 +6,13 @@ Layer 1. That gradients are right is tested by `tests/mcore`.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from itertools import count
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron_ext.balance.forward import Forward, OnBackward, VirtualLayer, VirtualLayers
-from megatron_ext.balance.reroute import RoutingMaps
+from megatron_ext.balance.forward import Forward, OnBackward, VirtualLayers
 from megatron_ext.transport import Transfers
-
-
-def virtual_layers(limit: int | None = None, ids: Iterator[int] | None = None) -> VirtualLayers:
-    ids = ids or count(10)
-    return VirtualLayers(
-        limit,
-        lambda: VirtualLayer(next(ids), RoutingMaps()),
-    )
 
 
 def new_forward() -> Forward:
@@ -33,6 +22,7 @@ def new_forward() -> Forward:
 def lent(layers: VirtualLayers, value: int) -> Forward:
     """A forward whose plan has that expert in all slots."""
     forward = new_forward()
+    forward.buffers.new_virtual_layer_id.return_value = 10 + layers._num_made
     forward.replicas = Transfers(torch.full((2, 1), value, dtype=torch.int32), 8)
     layers.lend(forward)
     return forward
@@ -43,7 +33,7 @@ def held(forward: Forward) -> list[int]:
 
 
 def test_plans_come_back_in_any_order() -> None:
-    layers = virtual_layers()
+    layers = VirtualLayers(limit=None)
     forwards = [lent(layers, value) for value in range(3)]
     assert [each.virtual_layer.virtual_layer_id for each in forwards] == [10, 11, 12]
     assert [each.label for each in forwards] == [
@@ -56,7 +46,7 @@ def test_plans_come_back_in_any_order() -> None:
 
 
 def test_a_virtual_layer_is_lent_again_and_the_old_forward_does_not_read_it() -> None:
-    layers = virtual_layers()
+    layers = VirtualLayers(limit=None)
     first, second = lent(layers, 0), lent(layers, 1)
     first.release_plan()
     third = lent(layers, 2)
@@ -70,7 +60,7 @@ def test_a_virtual_layer_is_lent_again_and_the_old_forward_does_not_read_it() ->
 
 
 def test_the_lowest_free_id_is_lent_first() -> None:
-    layers = virtual_layers()
+    layers = VirtualLayers(limit=None)
     forwards = [lent(layers, 0) for _ in range(3)]
     for each in (forwards[2], forwards[0]):
         each.release_plan()
@@ -78,7 +68,7 @@ def test_the_lowest_free_id_is_lent_first() -> None:
 
 
 def test_a_limit_that_is_reached_names_the_setting() -> None:
-    layers = virtual_layers(limit=2)
+    layers = VirtualLayers(limit=2)
     forwards = [lent(layers, 0), lent(layers, 1)]
     message = r"layer 3: balance.max_in_flight \(2\) must be 3 .* \[0, 1\] .*microbatch 2"
     with pytest.raises(RuntimeError, match=message):
@@ -89,7 +79,7 @@ def test_a_limit_that_is_reached_names_the_setting() -> None:
 
 
 def test_a_dropped_graph_gives_its_virtual_layer_back() -> None:
-    layers = virtual_layers(limit=1)
+    layers = VirtualLayers(limit=1)
     passed = torch.zeros(1, requires_grad=True)
     (output,) = OnBackward.apply(lent(layers, 0)._await_replicas, (passed,), passed)
     gc.collect()
@@ -100,7 +90,7 @@ def test_a_dropped_graph_gives_its_virtual_layer_back() -> None:
 
 
 def test_no_backward_follows_an_aborted_step() -> None:
-    layers = virtual_layers()
+    layers = VirtualLayers(limit=None)
     forwards = [lent(layers, value) for value in range(2)]
     layers.forget_step()
     assert layers.num_in_flight == 0
