@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-LINES = 8_830
+LINES = 8_851
 """Physical lines of our modules that a default training imports, when this was last recorded."""
 
 GROWTH = 1.02

@@ -39,10 +39,10 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,7 +51,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron_ext.balance import held_back
 from megatron_ext.balance.agreement import Agreement
-from megatron_ext.balance.beside import has_streams
+from megatron_ext.balance.autograd import (
+    OnBackward,
+    accumulated,
+    edge_like,
+    is_executed,
+    kept_in_place,
+    let_leaves_wait,
+)
 from megatron_ext.balance.main_weights import Aside, InPlace, MainWeights, everywhere
 from megatron_ext.balance.plan import BalancePlan, Shares
 from megatron_ext.balance.ranges import (
@@ -68,41 +75,6 @@ from megatron_ext.transport import GathersRows, Transfers
 
 NO_SLOTS: list[Any] = [()]
 """Slot weights, by segment, of a layer without slots."""
-
-
-class OnBackward(torch.autograd.Function):
-    """Passes tensors on, and calls `call` in backward: (call, passed, *inputs) -> passed.
-
-    `call` gets the gradients of the passed tensors, None for a tensor without a gradient, and
-    returns the gradients of the inputs.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        call: Callable[..., Sequence[Tensor | None]],
-        passed: Sequence[Tensor],
-        *_inputs: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """Return the passed tensors, with the inputs before them in the graph."""
-        ctx.call = call
-        # PyTorch's "materialize", not ours: a missing gradient arrives as None, not as zeros.
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in passed)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return what `call` makes of the gradients.
-
-        Raises:
-            RuntimeError: The backward shall have a gradient itself.
-        """
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "balanced MoE layers have no second derivatives: call backward or "
-                "torch.autograd.grad with create_graph=False"
-            )
-        return (None, None, *ctx.call(*grads))
 
 
 @dataclass(eq=False)
@@ -296,7 +268,9 @@ class Forward:
         constants = self.mains.by_segment(self.mains.slot_weights(frozen), frozen, num_slots)
         if not self.reduces:
             if torch.is_grad_enabled():
-                (tokens,) = OnBackward.apply(self._end_experts, (tokens,), tokens, _edge(tokens))
+                (tokens,) = OnBackward.apply(
+                    self._end_experts, (tokens,), tokens, edge_like(tokens)
+                )
             return tokens, constants
         views = self.mains.slot_weights(self._slot_weights(trained=True))
         if edge is None:
@@ -305,11 +279,7 @@ class Forward:
         has_sums_here = not self.is_joined and self.delayed is None
         parameters = self.mains.parameters() if has_sums_here else ()
         tokens, *views = OnBackward.apply(
-            self._start_reduction,
-            (tokens, *views),
-            tokens,
-            edge,
-            *parameters,
+            self._start_reduction, (tokens, *views), tokens, edge, *parameters
         )
         if self.mains.fused:
             # Fused products add the slots' gradients to `main_grad`, like the mains'. No hook asks
@@ -323,7 +293,7 @@ class Forward:
         return tokens, [one if one is not None else other for one, other in pairs]
 
     def _new_edge(self, like: Tensor) -> Tensor:
-        edge = _edge(like)
+        edge = edge_like(like)
         self.leaf = get_gradient_edge(edge).node if edge.requires_grad else None
         return edge
 
@@ -344,7 +314,7 @@ class Forward:
         self._require_slots()
         self.buffers.transport.note_reads()
         # All ranks run the backward, also of tokens that came to no trained expert of this rank.
-        edge = (_edge(output),) if self.reduces and not output.requires_grad else ()
+        edge = (edge_like(output),) if self.reduces and not output.requires_grad else ()
         (output,) = OnBackward.apply(self._await_replicas, (output,), output, *edge)
         return output
 
@@ -409,8 +379,8 @@ class Forward:
         Between the two passes of a recomputed forward: whether it comes to the checkpoint.
         """
         if self.checkpoint is not None:
-            return (node := self.checkpoint()) is not None and _is_executed(node)
-        return self.leaf is not None and _is_executed(self.leaf)
+            return (node := self.checkpoint()) is not None and is_executed(node)
+        return self.leaf is not None and is_executed(self.leaf)
 
     def _end_experts(self, grad: Tensor | None) -> tuple[Tensor | None, None]:
         """Let later pushes wait for the experts' backward, which reads the slots."""
@@ -477,7 +447,7 @@ class Forward:
             aside, self.aside = self.aside, None
             assert (aside is not None) == self.mains.fused, "`_await_replicas` comes first"
             # In a backward for something else, `main_grad` stays as it was.
-            self.in_place = everywhere if self.mains.fused else _accumulated().__contains__
+            self.in_place = everywhere if self.mains.fused else accumulated().__contains__
             totals = self.mains.totals(self.slot_grads, in_place=self.in_place)
             self.reducing = self.buffers.reduce_replica_grads(
                 replicas, self.slot_grads, replica_grads, totals, self.label, aside=aside
@@ -501,7 +471,7 @@ class Forward:
         if self.is_held_back or self.delayed is not None:
             held_back.let_go(self.mains.parameters())
             return grad, None
-        _let_leaves_wait(self.mains.parameters()[0].device)
+        let_leaves_wait(self.mains.parameters()[0].device)
         # The inputs of `join`, and without a join those of `materialized`.
         return (grad, None, *gradients)
 
@@ -590,67 +560,6 @@ def _either(
     return [grad if grad is not None else other for grad, other in pairs]
 
 
-def _accumulated() -> set[Tensor]:
-    """The mains to whose `.grad` the running backward adds, in the join or behind this node.
-
-    All of them in `backward()`; some or none in `backward(inputs=...)`; none in
-    `torch.autograd.grad`, which returns gradients. A main with hooks of a program on its gradient
-    is left out, because the hooks shall get all of the gradient.
-    """
-    after: list[Any] = [node for node, _ in torch._C._current_autograd_node().next_functions]
-    joins = [
-        node
-        for node in after
-        if node is not None and node.name() == OnBackward.__name__ + "Backward"
-    ]
-    after += [node for join in joins for node, _ in join.next_functions]
-    return {leaf.variable for leaf in _executed_leaves(after) if not _has_hooks(leaf.variable)}
-
-
-def _let_leaves_wait(device: torch.device) -> None:
-    """Let the mains' leaves behind the running node wait for the current stream.
-
-    A leaf, and DDP's hook on it, has the stream on which DDP was made; Megatron's programs make it
-    on one of its own. Autograd lets that stream wait for gradients only, and sums in a `main_grad`
-    are none.
-    """
-    if not has_streams(device):
-        return
-    done = torch.cuda.current_stream(device).record_event()
-
-    def wait_once(_: Any, handles: list[Any]) -> None:
-        torch.cuda.current_stream(device).wait_event(done)
-        handles.pop().remove()
-
-    after = [node for node, _ in torch._C._current_autograd_node().next_functions]
-    for leaf in _executed_leaves(after):
-        handles: list[Any] = []
-        handles.append(leaf.register_prehook(partial(wait_once, handles=handles)))
-
-
-def _executed_leaves(nodes: Iterable[Any]) -> list[Any]:
-    """The nodes that add to a tensor's `.grad` in the running backward."""
-    leaves = (node for node in nodes if node is not None and node.name().endswith("AccumulateGrad"))
-    return [leaf for leaf in leaves if _is_executed(leaf)]
-
-
-def _has_hooks(main: Any) -> bool:
-    """Whether a program reads or changes a main's gradient (`register_hook` and its like)."""
-    return bool(main._backward_hooks or main._post_accumulate_grad_hooks)
-
-
-def _is_executed(leaf: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # `torch.autograd.grad` of this leaf.
-        return False
-
-
-def _edge(like: Tensor) -> Tensor:
-    """Return a tensor without elements that needs a gradient, so that its users get a backward."""
-    return like.new_empty(0).requires_grad_(torch.is_grad_enabled())
-
-
 _THREADS_LET_GO_S = 1.0
 """Far longer than a thread needs to leave a finished collective, also on a loaded machine."""
 
@@ -734,36 +643,3 @@ class VirtualLayers:
         """End all forwards in flight: no backward will come any more."""
         for forward in list(self._borrowers):
             forward.release_plan()
-
-
-@contextmanager
-def kept_in_place(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """Hide buffers from hooks on saved tensors, such as hooks that offload activations.
-
-    Backward needs no copies, because `before_experts_backward` restores the buffers. A quantized
-    tensor has no storage of its own, and is known by its first part.
-    """
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None:
-        yield
-        return
-    pack, unpack = hooks
-    hidden = {_address(buffer) for buffer in buffers}
-
-    def pack_others(saved: Tensor) -> tuple[bool, Any]:
-        is_hidden = _address(saved) in hidden
-        return is_hidden, saved if is_hidden else pack(saved)
-
-    def unpack_others(packed: tuple[bool, Any]) -> Tensor:
-        is_hidden, kept = packed
-        return kept if is_hidden else unpack(kept)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack_others, unpack_others):
-        yield
-
-
-def _address(tensor: Any) -> int:
-    """Where a tensor's storage begins."""
-    if hasattr(tensor, "get_data_tensors"):  # Transformer Engine's quantized tensors.
-        tensor = next(each for each in tensor.get_data_tensors() if each is not None)
-    return int(tensor.untyped_storage().data_ptr())

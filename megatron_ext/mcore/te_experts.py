@@ -23,7 +23,7 @@ import torch
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor, nn
 
-from megatron_ext.balance.forward import kept_in_place
+from megatron_ext.balance.autograd import kept_in_place
 from megatron_ext.balance.main_weights import (
     Held,
     MainWeights,

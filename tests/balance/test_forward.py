@@ -11,7 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_ext.balance.forward import Forward, OnBackward, VirtualLayers
+from megatron_ext.balance.autograd import OnBackward
+from megatron_ext.balance.forward import Forward, VirtualLayers
 from megatron_ext.transport import Transfers
 
 

@@ -224,7 +224,7 @@ def _ddp_on_a_stream_of_its_own(gpt: TinyGPT) -> Iterator[None]:
 
 def watched_step(rank: int, settings: dict[str, Any], dtype: torch.dtype) -> Watched:
     """Look at the streams of a step, and at the memory that they free."""
-    where = mock.patch("megatron_ext.balance.forward.has_streams", return_value=True)
+    where = mock.patch("megatron_ext.balance.autograd.has_streams", return_value=True)
     with clocked_streams(), where:
         gpt = balanced_gpt(dict(ep=2, num_layers=3) | settings, EXACT, dtype=dtype)
         gpt.forward_backward(0, num_microbatches=2)  # Its first forward makes the slots.
@@ -306,7 +306,7 @@ def _wait_for_no_pull() -> Any:
 
 
 def _let_no_leaf_wait() -> Any:
-    return mock.patch("megatron_ext.balance.forward._let_leaves_wait")
+    return mock.patch("megatron_ext.balance.forward.let_leaves_wait")
 
 
 def _watch_broken(
