@@ -10,7 +10,6 @@ Legend: N local tokens, E logical experts, R ranks of the EP group, T ranks of a
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
