@@ -17,14 +17,14 @@ def add(checkpoint: Any) -> None:
     bring = options.add_command(
         checkpoint,
         "import-hf",
-        run_import,
+        lambda arguments: _run(arguments, "importing", arguments.source),
         "write the checkpoint of a Hugging Face model, and a recipe that trains from it",
         "megatron-ext checkpoint import-hf ~/Qwen3-30B-A3B --out runs/qwen3",
     )
     take = options.add_command(
         checkpoint,
         "export-hf",
-        run_export,
+        lambda arguments: _run(arguments, "exporting", arguments.path, arguments.like),
         "write a checkpoint's model as a Hugging Face folder",
         "megatron-ext checkpoint export-hf runs/qwen3 --like ~/Qwen3-30B-A3B --out Qwen3-mine",
     )
@@ -44,16 +44,6 @@ def add(checkpoint: Any) -> None:
     for command in (bring, take):
         options.add_out(command, "DIR", "folder to make", required=True)
         options.add_dry_run(command)
-
-
-def run_import(arguments: argparse.Namespace) -> int:
-    """Write the checkpoint of a Hugging Face model."""
-    return _run(arguments, "importing", arguments.source)
-
-
-def run_export(arguments: argparse.Namespace) -> int:
-    """Write a checkpoint's model for Hugging Face."""
-    return _run(arguments, "exporting", arguments.path, arguments.like)
 
 
 def _run(arguments: argparse.Namespace, conversion: str, *folders: Path) -> int:

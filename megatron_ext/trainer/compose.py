@@ -41,11 +41,7 @@ from megatron_ext.words import did_you_mean
 _OF_HYDRA = re.compile(r"(?<![\w-])hydra(?![\w-])")
 """Hydra itself, as a key, a package or a group of recipes."""
 
-_RUN_CODE = (
-    "checkpoint.trust",
-    "megatron.fp8_quantizer_factory",
-    "megatron.fp4_quantizer_factory",
-)
+_RUN_CODE = ("checkpoint.trust", "megatron.fp8_quantizer_factory", "megatron.fp4_quantizer_factory")
 """Settings by which a pickle is loaded, or a function is called that is named there."""
 
 _MOST_NAMED = 200
@@ -171,12 +167,10 @@ def load_config(
         if OmegaConf.get_type(composed) is not TrainConfig:
             raise ConfigError([f"{config_name}.yaml must have {SCHEMA} first in its defaults"])
         _limit(composed, overrides)
-        if runs := _of_the_command_line(composed, overrides):
-            raise ConfigError(runs)
+        if wrong := [*_of_the_command_line(composed, overrides), *_unknown_settings(composed)]:
+            raise ConfigError(wrong)
         if config_name != SCHEMA and not composed.recipe:
             composed.recipe = config_name
-        if unknown := _unknown_settings(composed):
-            raise ConfigError(unknown)
         problems: list[str] = []
         of_balance: list[str] = []
         # What is missing, or a section `balance` that cannot be made, hides no other problem.
@@ -273,11 +267,9 @@ class _Recipes(FileConfigSource):
 
     @staticmethod
     def scheme() -> str:
-        """See `ConfigSource`."""
         return "recipes"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """See `ConfigSource`."""
         path = Path(self.path, self._normalize_file_name(config_path))
         text = check_yaml(path) if path.exists() else ""
         with faults_of(path):
@@ -327,7 +319,6 @@ class _Folders(SearchPathPlugin):
     """Lets Hydra look for recipes in the folder of --config-dir, and then in the package."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """See `SearchPathPlugin`."""
         search_path.append("megatron_ext", str(shipped_recipes()))
         for element in search_path.get_path():
             if element.provider in ("main", "megatron_ext"):

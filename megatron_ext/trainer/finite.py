@@ -223,26 +223,16 @@ def _parts(
             continue
         # Outside of layers there are the embedding, below them, and the end of the model.
         order = layer or (0 if "embedding" in name else sys.maxsize)
+        place = name if layer is None else f"{name} of layer {layer},"
         if isinstance(module, GroupedExperts):
             for expert, row in zip(experts, tensor, strict=True):
-                yield _Part(order, _place_name(layer, expert, name), row)
+                yield _Part(order, f"{place} expert {expert},", row)
         else:
-            number = re.search(r"local_experts\.(\d+)\.", name)
-            expert_id = experts[int(number[1])] if number else None
-            yield _Part(order, _place_name(layer, expert_id, name), tensor)
+            if number := re.search(r"local_experts\.(\d+)\.", name):
+                place += f" expert {experts[int(number[1])]},"
+            yield _Part(order, place, tensor)
     for name, child in module.named_children():
         yield from _parts(child, take, layer, f"{path}{name}.", experts)
-
-
-def _place_name(layer: int | None, expert: int | None, name: str) -> str:
-    """Return a parameter's name as people read it.
-
-    >>> _place_name(3, 5, "mlp.experts.fc1")
-    'mlp.experts.fc1 of layer 3, expert 5,'
-    """
-    if layer is None:
-        return name
-    return f"{name} of layer {layer}," + ("" if expert is None else f" expert {expert},")
 
 
 def _warn(said: str) -> None:

@@ -131,15 +131,7 @@ def build_data(path: Path) -> None:
     logger.info("gathering text into %s", CORPUS)
     gather_corpus(CORPUS, limit_bytes=DOMAIN_BYTES, overwrite=True, on_bytes=lambda _: None)
     domains = sorted(str(domain) for domain in CORPUS.iterdir() if domain.is_dir())
-    manifest, _ = build_dataset(
-        parse_sources(domains),
-        path,
-        tokenizer_file=None,
-        eod_token=None,
-        strict=False,
-        overwrite=False,
-        on_bytes=lambda _: None,
-    )
+    manifest, _ = build_dataset(parse_sources(domains), path)
     for name, domain in manifest.domains.items():
         logger.info("%s: %d documents, %d tokens", name, domain.documents, domain.tokens)
 

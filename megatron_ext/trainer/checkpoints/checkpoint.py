@@ -40,12 +40,7 @@ from megatron_ext.trainer.checkpoints.choice import (
     model_shape,
 )
 from megatron_ext.trainer.checkpoints.megatron_lm import start_from, unknown
-from megatron_ext.trainer.checkpoints.state import (
-    adam_steps,
-    fit_to_saved,
-    load_state,
-    saved_state,
-)
+from megatron_ext.trainer.checkpoints.state import adam_steps, fit_to_saved, load_state, saved_state
 from megatron_ext.trainer.checkpoints.writer import CheckpointWriter, describe, of_all, tell
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.model.settings import transformer_config
@@ -98,7 +93,6 @@ class Checkpoints:
         return run["step"], run.get("consumed_samples", run["step"] * batch)
 
     def _start_from(self, checkpoint: Path) -> int:
-        """Load a checkpoint of another Megatron program; return its iteration."""
         try:
             step, no_adam = start_from(self._chunks, self._optimizer, checkpoint)
         except ValueError as error:
@@ -185,18 +179,17 @@ class Checkpoints:
     def _choose(self) -> Path | None:
         """Return the checkpoint to load: all ranks look through a share of each candidate."""
         while True:
-            checkpoint, damaged = self._candidate(self._damaged)
-            self._damaged = damaged
-            if checkpoint is None:
+            if (checkpoint := self._candidate()) is None:
                 return None
             found, foreign = self._look_through(checkpoint)
             if foreign:
                 end_all(distrust(checkpoint, foreign[0]))
             if not found:
                 break
-            damaged[checkpoint] = found[0]
-        if damaged and dist.get_rank() == 0:
-            why = "; ".join(f"checkpoint {each} is damaged: {how}" for each, how in damaged.items())
+            self._damaged[checkpoint] = found[0]
+        if self._damaged and dist.get_rank() == 0:
+            damaged = self._damaged.items()
+            why = "; ".join(f"checkpoint {each} is damaged: {how}" for each, how in damaged)
             logger.warning("warning: %s; continuing from %s", why, checkpoint)
         return checkpoint
 
@@ -212,21 +205,21 @@ class Checkpoints:
         damaged, foreign = look_through_objects(checkpoint, rank, num_ranks)
         return of_all(damaged), of_all(foreign)
 
-    def _candidate(self, damaged: dict[Path, str]) -> tuple[Path | None, dict[Path, str]]:
-        """Return rank 0's choice by files' names and sizes, and the damaged ones before it."""
+    def _candidate(self) -> Path | None:
+        """Return rank 0's choice by files' names and sizes; note the damaged ones before it."""
         checkpoint, problem = None, None
         if dist.get_rank() == 0:
             try:
-                checkpoint = find_checkpoint(self._config, damaged)
+                checkpoint = find_checkpoint(self._config, self._damaged)
                 if checkpoint:
                     found = model_differences(self._config, checkpoint, self._vocab_size)
                     problem = next(iter(found), None)
             except ValueError as error:
                 problem = str(error)
-        checkpoint, damaged, problem = tell((checkpoint, damaged, problem))
+        checkpoint, self._damaged, problem = tell((checkpoint, self._damaged, problem))
         if problem:
             end_all(problem)
-        return checkpoint, damaged
+        return checkpoint
 
     def _unfinished(self, step: int) -> Path:
         return self._folder / f".{_name(step)}.unfinished"

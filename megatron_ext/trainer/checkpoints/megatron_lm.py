@@ -23,11 +23,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import (
-    dict_list_map_inplace,
-    merge,
-    nested_values,
-)
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -138,7 +134,11 @@ def _load_adam(
         if not problems:
             state = _filled(checkpoint, state)
             there = [entry["param"] for entry in _entries(state)] if in_buffers else []
-            same = all(_are_same(*pair) for pair in zip(there, mains, strict=True))
+            # The model's weights may have been rounded to bfloat16.
+            same = all(
+                torch.equal(weight, main) or torch.equal(weight.bfloat16().float(), main)
+                for weight, main in zip(there, mains, strict=True)
+            )
             problems = of_all([] if same else ["another order"])
         if not problems:
             # Megatron writes into views of the weights, where these are float32.
@@ -189,11 +189,6 @@ def _entries(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
                     padding = entry["padding"]
                     if not getattr(padding, "obj", padding):
                         yield entry
-
-
-def _are_same(there: torch.Tensor, main: torch.Tensor) -> bool:
-    """Whether a main weight is that of the model, which may have been rounded to bfloat16."""
-    return torch.equal(there, main) or torch.equal(there.bfloat16().float(), main)
 
 
 def _filled(checkpoint: Path, wanted: dict[str, Any]) -> dict[str, Any]:

@@ -92,7 +92,11 @@ def load_state(
         for index, chunk in enumerate(chunks):
             chunk.module.load_state_dict(state[model_key(index, chunks)])
         loaded = merge(optimizer_settings, state["optimizer"])
-        loaded = dict_list_map_inplace(_unwrapped, loaded)
+        # Megatron marks what a rank keeps to itself; its own loading takes the mark off.
+        loaded = dict_list_map_inplace(
+            lambda each: each.unwrap() if isinstance(each, LocalNonpersistentObject) else each,
+            loaded,
+        )
         _give_steps(loaded, steps)
         optimizer.load_state_dict(loaded)
     if "generators" in state:
@@ -100,11 +104,6 @@ def load_state(
         torch.set_rng_state(generators["cpu"])
         torch.cuda.set_rng_state(generators["device"])
         get_cuda_rng_tracker().set_states(generators["tracker"])
-
-
-def _unwrapped(value: Any) -> Any:
-    """Megatron marks what a rank keeps to itself; Megatron's own loading takes the mark off."""
-    return value.unwrap() if isinstance(value, LocalNonpersistentObject) else value
 
 
 def _give_steps(state: dict[Any, Any], steps: int) -> None:

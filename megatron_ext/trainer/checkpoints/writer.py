@@ -83,9 +83,7 @@ class CheckpointWriter:
         if self._thread.ident is not None:
             self._thread.join()
         everyone = gather(self._written)
-        problem = None
-        if dist.get_rank() == 0:
-            problem = next((one.error for one in everyone if one.error), None)
+        problem = next((one.error for one in everyone if one.error), None)
         if dist.get_rank() == 0 and problem is None:
             try:
                 self._write_once(everyone, others)
@@ -105,7 +103,6 @@ class CheckpointWriter:
         return tell(problem)
 
     def _write(self) -> None:
-        """Write this rank's files, at the same time if there are several."""
         written = self._written
         written.error = f"{self._folder}: rank {dist.get_rank()} did not write to the end"
         with ThreadPoolExecutor(max(1, len(self._buckets))) as pool:

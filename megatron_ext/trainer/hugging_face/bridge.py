@@ -120,26 +120,24 @@ def _transformer_engine() -> Iterator[None]:
             del sys.modules[name]
 
 
+def _made(owner: Any, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    setattr(owner, name, _Named(name, (), {}))
+    return vars(owner)[name]
+
+
 class _Names(types.ModuleType):
     """A module in which every name is a class."""
 
     __path__: list[str] = []  # noqa: RUF012
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        made = _Named(name, (), {})
-        setattr(self, name, made)
-        return made
+    __getattr__ = _made
 
 
 class _Named(type):
     """A class in which every name is a class."""
 
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Named(name, (), {})
+    __getattr__ = _made
 
 
 def _name_sequential_experts() -> None:

@@ -79,8 +79,11 @@ def model_settings(described: Any, provider: Any, precision: str) -> dict[str, A
     decided = transformer_settings(config)
     for each in dataclasses.fields(transformer_class(config)):
         theirs = getattr(provider, each.name)
-        # Megatron fills in what is None.
-        if theirs is None or each.name in _OF_A_RUN or _are_same(theirs, getattr(ours, each.name)):
+        default = getattr(ours, each.name)
+        # Megatron fills in what is None; no number and no list is as good as none.
+        if theirs is None or theirs == default or not (theirs or default):
+            continue
+        if each.name in _OF_A_RUN:
             continue
         if each.name in decided or not isinstance(theirs, bool | int | float | str | list):
             missing.append(f"{each.name} ({getattr(theirs, '__name__', theirs)}) is no setting")
@@ -143,8 +146,3 @@ def _model(provider: TransformerConfig, missing: list[str]) -> dict[str, Any]:
         "shared_expert_hidden_size": provider.moe_shared_expert_intermediate_size or 0,
         "aux_loss": provider.moe_aux_loss_coeff,
     }
-
-
-def _are_same(theirs: Any, ours: Any) -> bool:
-    """Whether two values of a field mean the same; no number and no list is as good as none."""
-    return theirs == ours or (not theirs and not ours)

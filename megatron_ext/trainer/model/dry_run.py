@@ -12,8 +12,9 @@ communication, and what an allocator cannot use.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +39,7 @@ from megatron_ext.trainer.model.meta_model import (
     kernels_of_a_gpu,
     without_recompute,
 )
-from megatron_ext.trainer.model.settings import (
-    assumes_transformer_engine,
-    recipe_of,
-    unquantized,
-)
+from megatron_ext.trainer.model.settings import assumes_transformer_engine, recipe_of, unquantized
 from megatron_ext.trainer.model.shape import REPLICA_BYTES
 from megatron_ext.trainer.validate import expert_shards, validate
 
@@ -65,13 +62,6 @@ class Params:
     mtp: int = 0
     """Of layers that predict further tokens; in none of the above."""
 
-    def __add__(self, other: Params) -> Params:
-        return Params(
-            dense=self.dense + other.dense,
-            experts=self.experts + other.experts,
-            mtp=self.mtp + other.mtp,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
@@ -80,8 +70,8 @@ class Stage:
     pp_rank: int
     layers: list[int]
     """Numbers of its transformer layers, from 1; those of multi-token prediction are left out."""
-    of_model: Params
-    """Its part of the whole model, over all ranks of the stage."""
+    of_model: Counter[str]
+    """Its part of the whole model, over all ranks of the stage: by the fields of `Params`."""
     params: int
     """Parameters of the rank."""
     weights: int
@@ -176,17 +166,6 @@ def recommended_buffers(config: TrainConfig, *, tokens: int) -> Buffers | None:
     return Buffers(factor=least, rows=rows, usual_rows=usual.rows(choices))
 
 
-@contextmanager
-def _counting_in_64_bits() -> Iterator[None]:
-    """Turn torch's error about a tensor whose bytes it cannot count into a problem of settings."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "overflow" not in str(error):
-            raise
-        raise ConfigError([f"the model is too large for any machine: {error}"]) from error
-
-
 def dry_run(
     config: TrainConfig, *, num_ranks: int, vocab_size: int, imbalances: Sequence[float] = (1.0,)
 ) -> DryRun:
@@ -204,7 +183,7 @@ def dry_run(
     # The same parameters in layers that need no GPU to be built, and no Transformer Engine.
     local = dataclasses.replace(config.model, transformer_impl="local")
     counted = dataclasses.replace(unquantized(config), model=local)
-    precision = recipe_of(config) or config.model.precision
+    element_bytes = REPLICA_BYTES[recipe_of(config) or config.model.precision]
     # Weight gradients are added to `main_grad` where they are computed, but not with PyTorch's
     # grouped product.
     fuses: bool = config.megatron.get("gradient_accumulation_fusion", with_engine)
@@ -215,13 +194,17 @@ def dry_run(
             stack.enter_context(kernels_of_a_gpu(fused_attention=with_engine))
         for pp_rank in range(pp_size):
             rank = pp_rank * num_ranks // pp_size
-            with fake_rank(counted, rank=rank, num_ranks=num_ranks), _counting_in_64_bits():
-                stages.append(
-                    _count(
-                        counted, pp_rank, vocab_size, imbalances, fuses, REPLICA_BYTES[precision]
+            with fake_rank(counted, rank=rank, num_ranks=num_ranks):
+                try:
+                    stages.append(
+                        _count(counted, pp_rank, vocab_size, imbalances, fuses, element_bytes)
                     )
-                )
-    params = sum((stage.of_model for stage in stages), Params())
+                except RuntimeError as error:
+                    if "overflow" not in str(error):
+                        raise
+                    said = f"the model is too large for any machine: {error}"
+                    raise ConfigError([said]) from error
+    params = Params(**sum((stage.of_model for stage in stages), Counter()))
     return DryRun(
         num_ranks=num_ranks,
         num_microbatches=data.global_batch_size // batch,
@@ -318,11 +301,11 @@ def _routed(layers: Sequence[MoELayer]) -> set[nn.Parameter]:
     return {weight for layer in layers for weight in layer.experts.parameters()}
 
 
-def _part_of_model(chunks: list[Any], *, is_first: bool) -> Params:
+def _part_of_model(chunks: list[Any], *, is_first: bool) -> Counter[str]:
     """Count the parameters of all ranks of a stage, each once."""
     layers = moe_layers(chunks)
     routed = _routed(layers)
-    part = Params()
+    part: Counter[str] = Counter()
     for model in unwrap_model(chunks):
         for name, weight in model.named_parameters():
             if name.startswith("embedding.") and not is_first:
@@ -333,9 +316,8 @@ def _part_of_model(chunks: list[Any], *, is_first: bool) -> Params:
             else:
                 is_shard = getattr(weight, "tensor_model_parallel", False)
                 shards = parallel_state.get_tensor_model_parallel_world_size() if is_shard else 1
-            is_mtp = name.startswith("mtp.")
-            kind = "mtp" if is_mtp else "experts" if weight in routed else "dense"
-            part += Params(**{kind: weight.numel() * shards})
+            kind = "experts" if weight in routed else "dense"
+            part["mtp" if name.startswith("mtp.") else kind] += weight.numel() * shards
     return part
 
 

@@ -133,7 +133,6 @@ def _noted_signals() -> Iterator[list[signal.Signals]]:
 def _attempt(
     call: Callable[[], None], num_ranks: int, noted: list[signal.Signals]
 ) -> _Failure | None:
-    """Run ranks to their end; return what failed."""
     # A file in memory: ranks open it by this process's number of it, as long as this process lives.
     store = os.memfd_create("megatron_ext_store", os.MFD_CLOEXEC)
     ranks: list[BaseProcess] = []
@@ -271,7 +270,9 @@ def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
         nothing_to_stop()
     except Exception as error:
         logger.exception("rank %s failed", os.environ["RANK"], extra=LOG_ONLY)
-        raise SystemExit(_status_of(error)) from error
+        is_full = isinstance(error, OSError) and error.errno in NO_ROOM
+        status = WRONG_USAGE if isinstance(error, ConfigError) else NO_RESTART if is_full else 1
+        raise SystemExit(status) from error
 
 
 def end_all(problem: str, status: int = NO_RESTART) -> NoReturn:
@@ -280,13 +281,6 @@ def end_all(problem: str, status: int = NO_RESTART) -> NoReturn:
         logger.error("error: %s", problem)
     dist.barrier()  # A rank that ends early would have the launcher end the one that speaks.
     raise SystemExit(status)
-
-
-def _status_of(error: Exception) -> int:
-    if isinstance(error, ConfigError):
-        return WRONG_USAGE
-    is_full = isinstance(error, OSError) and error.errno in NO_ROOM
-    return NO_RESTART if is_full else 1
 
 
 def _join(timeout: timedelta | None) -> None:
