@@ -114,7 +114,6 @@ class _Version(argparse.Action):
 
 
 def _complain(command_name: str, error: Exception, status: int) -> int:
-    """Print in one line what went wrong; return the exit status."""
     said = of_extra(error) if isinstance(error, ModuleNotFoundError) else error
     sys.stderr.write(error_line(command_name, said))
     return status

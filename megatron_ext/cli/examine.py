@@ -135,9 +135,7 @@ def _torch_report(problems: list[str]) -> dict[str, Any]:
             name for name, kind in TRANSPORTS.items() if kind.device_type in (None, device_type)
         ],
         "transport_auto": resolve_transport(
-            "auto",
-            device_type=device_type,
-            mapped=cuda_part if has_gpu else native_library,
+            "auto", device_type=device_type, mapped=cuda_part if has_gpu else native_library
         ),
         "strategies": list(STRATEGIES),
     }

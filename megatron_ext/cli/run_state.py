@@ -87,16 +87,11 @@ def _answers(pid: int, stacks: Path) -> bool:
 
 
 def _row(status: Status) -> dict[str, Any]:
+    said = ("rank", "host", "pid", "process", "state")
+    place = ("step", "stage", "layer", "microbatch")
     return {
-        "rank": status.rank,
-        "host": status.host,
-        "pid": status.pid,
-        "process": status.process,
-        "state": status.state,
-        "step": status.note.step,
-        "stage": status.note.stage,
-        "layer": status.note.layer,
-        "microbatch": status.note.microbatch,
+        **{name: getattr(status, name) for name in said},
+        **{name: getattr(status.note, name) for name in place},
         "moved_s": round(status.still_s + status.silent_s, 1),
         "beat_s": round(status.silent_s, 1),
         "line": status.line,

@@ -285,7 +285,6 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _advice(fits: dict[str, Any] | None) -> str:
-    """Say what to change where a run does not fit."""
     if fits is None:
         return (
             "Neither parallel.recompute=full nor larger EP groups of these ranks would be enough: "
@@ -295,7 +294,6 @@ def _advice(fits: dict[str, Any] | None) -> str:
 
 
 def _step_line(step: dict[str, Any], report: dict[str, Any]) -> str:
-    """Say what a step takes, and what balancing brings."""
     said = f"A step takes {step['step_ms']:.0f} ms by the simulator's model (not measured)"
     if report["config"]["balance"]["strategy"] == "none":
         return f"{said}; {step['share_of_ideal']:.2f} of the speed of even routing."
@@ -307,7 +305,6 @@ def _step_line(step: dict[str, Any], report: dict[str, Any]) -> str:
 
 
 def _replication_line(moved: dict[str, Any]) -> str:
-    """Say what replicas move in a layer."""
     return (
         f"Replication in a layer and microbatch, by the simulator's model: imbalance "
         f"{moved['imbalance_before']:.2f} -> {moved['imbalance_after']:.2f} by "
@@ -320,7 +317,6 @@ def _replication_line(moved: dict[str, Any]) -> str:
 
 
 def _by_gpu(value: Any) -> str:
-    """A number, or one for each architecture."""
     if not isinstance(value, dict):
         return str(value)
     return ", ".join(f"{each} (compute capability {gpu})" for gpu, each in value.items())

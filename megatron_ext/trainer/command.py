@@ -103,51 +103,44 @@ def parser() -> OneLineParser:
         description="Train an MoE model with Megatron-Core, with or without balancing.",
         epilog="example: megatron-ext train --config-name quickstart balance.slots=1 steps=20",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--config-dir",
         "-cd",
         help="folder of your own recipes; the recipes of the package are found, too",
         metavar="DIR",
     )
-    parser.add_argument("--config-name", "-cn", help="the recipe to start from", metavar="NAME")
-    parser.add_argument(
+    add("--config-name", "-cn", help="the recipe to start from", metavar="NAME")
+    add(
         "--ranks",
         type=positive,
         metavar="N",
         help="ranks to start here; by default as many as the model needs, or one per GPU",
     )
-    parser.add_argument(
-        "--settings",
-        action="store_true",
-        help="list all settings with their types, defaults and meanings, and stop",
-    )
-    parser.add_argument(
-        "--print", action="store_true", help="print the composed settings, check them and stop"
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print all problems of the settings, and what the run would need and take; works "
-        "without data (--print shows the settings)",
-    )
-    parser.add_argument(
-        "--verbose",
-        action="store_true",
-        help="print tracebacks of ranks, too; else they are in RUN_DIR/logs only",
-    )
-    parser.add_argument("--json", action="store_true", help="with --dry-run: print one JSON object")
-    parser.add_argument(
+    for flag, text in (
+        ("--settings", "list all settings with their types, defaults and meanings, and stop"),
+        ("--print", "print the composed settings, check them and stop"),
+        (
+            "--dry-run",
+            "print all problems of the settings, and what the run would need and take; works "
+            "without data (--print shows the settings)",
+        ),
+        ("--verbose", "print tracebacks of ranks, too; else they are in RUN_DIR/logs only"),
+        ("--json", "with --dry-run: print one JSON object"),
+    ):
+        add(flag, action="store_true", help=text)
+    add(
         "--imbalance",
         type=float,
         metavar="X",
         help=f"with --dry-run: busiest rank / mean without balancing ({IMBALANCE})",
     )
-    parser.add_argument(
+    add(
         "-m",
         "--multirun",
         action="store_true",
         help="make a run for each combination of values such as balance.slots=1,2, and a page of "
         "all runs",
     )
-    parser.add_argument("overrides", nargs="*", help="settings, as section.name=value")
+    add("overrides", nargs="*", help="settings, as section.name=value")
     return parser

@@ -28,25 +28,22 @@ class TrainingProgress:
         self._steps = steps
         self._every = every
         self._started = self._said = time.monotonic()
-        self._bar: Progress | None = None
-        if sys.stderr.isatty():
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(_BAR_WIDTH),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[line]}"),
-                console=Console(stderr=True),
-            )
-            self._task = self._bar.add_task(title, total=steps, completed=start_step, line="")
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(_BAR_WIDTH),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[line]}"),
+            console=Console(stderr=True),
+            disable=not sys.stderr.isatty(),
+        )
+        self._task = self._bar.add_task(title, total=steps, completed=start_step, line="")
 
     def __enter__(self) -> TrainingProgress:
-        if self._bar:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.stop()
+        self._bar.stop()
 
     def show(self, metrics: dict[str, Any]) -> None:
         """Show a finished step; `metrics` is its line of `metrics.jsonl`."""
@@ -57,7 +54,7 @@ class TrainingProgress:
         if "eval_loss" in metrics:
             line += f"  evaluation {metrics['eval_loss']:.4f}"
         step = metrics["step"]
-        if self._bar:
+        if not self._bar.disable:
             self._bar.update(self._task, completed=step, line=line + self._left(step))
         elif (
             time.monotonic() - self._said >= _SILENCE_S

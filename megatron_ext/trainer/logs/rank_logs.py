@@ -71,7 +71,6 @@ class _Named(logging.Formatter):
         self._start = f"[rank {rank}] "
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
         return self._start + super().format(record).replace("\n", f"\n{self._start}")
 
 

@@ -202,9 +202,7 @@ def optimizer_config(config: TrainConfig) -> OptimizerConfig:
 
 
 def wrap_in_ddp(
-    megatron: TransformerConfig,
-    modules: list[torch.nn.Module],
-    ddp: DistributedDataParallelConfig,
+    megatron: TransformerConfig, modules: list[torch.nn.Module], ddp: DistributedDataParallelConfig
 ) -> list[DistributedDataParallel]:
     """Wrap a rank's model chunks in Megatron's DDP, and tell its schedules how to finish a step."""
     chunks = [

@@ -127,7 +127,6 @@ class LayerLines:
 
 
 def _microbatch(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The microbatch of a line as a page draws it."""
     before, after = np.array([found[name] for name in _RANK_LOADS], dtype=np.float64)
     mains = int(found["num_experts"]) // len(before)
     replicas = [

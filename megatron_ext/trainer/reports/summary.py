@@ -15,11 +15,7 @@ from typing import Any, NamedTuple
 
 from megatron_ext.files.tables import Cells, markdown_table
 from megatron_ext.trainer.reports.read import Metrics, Run, column, number
-from megatron_ext.trainer.reports.speed import (
-    MIN_STEPS,
-    WARMUP_STEPS,
-    speed_ratio,
-)
+from megatron_ext.trainer.reports.speed import MIN_STEPS, WARMUP_STEPS, speed_ratio
 
 _PARTS = {"weights": "materialize", "gradients": "reduce"}
 """The parts that move, and how their metrics begin."""

@@ -8,13 +8,7 @@ from typing import Any
 
 from megatron_ext.trainer.reports.layers import ALIKE
 from megatron_ext.trainer.reports.read import Run, number
-from megatron_ext.trainer.reports.speed import (
-    MIN_STEPS,
-    WARMUP_STEPS,
-    Interval,
-    speed,
-    speed_ratio,
-)
+from megatron_ext.trainer.reports.speed import MIN_STEPS, WARMUP_STEPS, Interval, speed, speed_ratio
 from megatron_ext.trainer.reports.summary import cost_shares
 
 LIMIT = "ideal"
