@@ -13,13 +13,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-LINES = 8_851
+LINES = 8_525
 """Physical lines of our modules that a default training imports, when this was last recorded."""
 
 GROWTH = 1.02
 """A change that makes it more is recorded above, in the commit that makes it."""
 
-CEILING = 9_500
+CEILING = 9_000
 """What one person can still audit: no record goes beyond it."""
 
 TRAIN = """

@@ -187,8 +187,8 @@ def test_lines_that_a_full_disk_refuses_are_written_later(
 def test_wandb_ends_no_run(
     failing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = mock.Mock(id="x")
-    wandb = mock.Mock()
+    run = mock.Mock(id="x", starting_step=0)
+    wandb = mock.Mock(Error=type("Error", (Exception,), {}))
     wandb.init.return_value = run
     broken: Any = wandb.init if failing == "init" else getattr(run, failing)
     broken.side_effect = ConnectionError("no network")
