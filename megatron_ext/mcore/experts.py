@@ -40,6 +40,12 @@ class ExpertWeights:
         """Return this rank's main weights, anew in each forward: a wrapper may move weights."""
         raise NotImplementedError
 
+    @cached_property
+    def take_sums_apart(self) -> bool:
+        """Whether the mains take the replicas' sums from another backward than their own."""
+        mains = self.mains()
+        return mains.fused and mains.stay
+
     def require_plain(self) -> None:
         """Check that a program has added nothing to the experts that replicas would not have.
 

@@ -28,7 +28,7 @@ checkpoints hold logical experts only.
 from __future__ import annotations
 
 import dataclasses
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,13 +200,7 @@ class BalancedMoELayer(SharedExpertsLater):
         # A checkpoint passes on no edge, so only the input's gradient leads from the experts there.
         if self.moe_layer_recompute and not hidden_states.requires_grad:
             return False
-        return self._takes_sums_apart
-
-    @cached_property
-    def _takes_sums_apart(self) -> bool:
-        """Whether the mains take the replicas' sums from another backward than their own."""
-        mains = self.expert_weights.mains()
-        return mains.fused and mains.stay
+        return self.expert_weights.take_sums_apart
 
     def preprocess_behind_graph(
         self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor
