@@ -33,6 +33,7 @@ from megatron_ext.telemetry.step_lines import StepLines, read_lines
 from megatron_ext.trainer.checkpoints.choice import lost_steps
 from megatron_ext.trainer.config import SCHEMA, TrainConfig
 from megatron_ext.trainer.logs.rank_logs import LOGS_FOLDER
+from megatron_ext.trainer.ranks.signals import Stopped
 from megatron_ext.trainer.reports.run_page import FILE as REPORT_FILE
 from megatron_ext.trainer.sinks import SINKS
 from megatron_ext.trainer.sinks.sink import Sink
@@ -92,7 +93,8 @@ class RunLog:
         self._layers.close()
         for name, sink in list(self._sinks.items()):
             with self._may_fail(name):
-                sink.close(failed=error is not None)
+                # Asked to stop, it has saved, and goes on when it is started again.
+                sink.close(failed=error is not None and not isinstance(error, Stopped))
 
     def write(self, metrics: dict[str, Any], layers: Mapping[str, Any] | None = None) -> None:
         """Write a step, whose number is the value `step`; on a full disk later, with a warning."""

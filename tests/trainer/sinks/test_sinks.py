@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megatron_ext.telemetry.names import METRICS
 from megatron_ext.telemetry.profile import PROFILE_FILE
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.run_log import RunLog, read_metrics
+from megatron_ext.trainer.ranks.signals import Stopped
 from megatron_ext.trainer.sinks import panels, pictures
 from megatron_ext.trainer.sinks.wandb import keep_comparison
 from tests.boards import tensorboard_events, wandb_records, written_for_wandb
@@ -203,6 +205,14 @@ def test_without_a_login_it_is_written_here(
     (said,) = (each.getMessage() for each in caplog.records if each.name.startswith("megatron_ext"))
     assert re.match(r"warning: W&B has no login here .*run/wandb only: `wandb sync`", said)
     assert [record.history for record in wandb_records(tmp_path / "run") if record.history.item]
+
+
+@pytest.mark.parametrize("error", [Stopped(signal.SIGTERM, 1, None), RuntimeError("lost")])
+def test_a_run_that_stops_as_asked_has_not_failed(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)), RunLog(config_of(tmp_path), start_step=0):
+        raise error
+    (status,) = (each.exit.exit_code for each in wandb_records(tmp_path) if each.HasField("exit"))
+    assert status == isinstance(error, RuntimeError)
 
 
 def test_without_an_answer_it_is_written_here(
