@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -18,8 +19,15 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 
+_POLL_S = 1.0
+
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What file systems answer that have no locks."""
+
+
+PATIENCE_S = 120.0
+"""Longest time, in seconds, that file servers keep locks of a machine that is lost: a lease of
+NFSv4 lasts 90."""
 
 
 class FolderInUseError(RuntimeError):
@@ -30,7 +38,8 @@ class FolderInUseError(RuntimeError):
 def held(folder: Path) -> Iterator[None]:
     """Hold a folder for this process, not for its children; it is made if it is not there.
 
-    The system gives it free when the process ends, however that ends. Where the file system has no
+    The system gives it free when the process ends, however that ends; a file server somewhat after
+    the machine is lost, so a holder on another machine is waited for. Where the file system has no
     locks, a warning is all that comes of it.
 
     Raises:
@@ -50,12 +59,33 @@ def held(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, folder: Path) -> None:
+def _is_locked(descriptor: int) -> bool:
+    """Lock the file; False if another process has."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
-        raise FolderInUseError(f"{folder} is in use by {holder or 'another process'}") from None
+        return False
+    return True
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    deadline: float | None = None
+    try:
+        while not _is_locked(descriptor):
+            holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+            in_use = f"{folder} is in use by {holder or 'another process'}"
+            if not holder or f" on {socket.gethostname()} " in holder:
+                raise FolderInUseError(in_use)
+            if deadline is None:
+                deadline = time.monotonic() + PATIENCE_S
+                logger.warning(
+                    "%s; waiting %.0f s, in case that machine is lost", in_use, PATIENCE_S
+                )
+            elif time.monotonic() > deadline:
+                raise FolderInUseError(
+                    f"{in_use}; if that machine is lost, delete {LOCK_FILE} in it"
+                )
+            time.sleep(_POLL_S)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

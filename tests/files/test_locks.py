@@ -5,20 +5,24 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 from unittest import mock
 
 import pytest
 
+from megatron_ext.files import locks
 from megatron_ext.files.locks import FolderInUseError, held
 
 HOLDER = """
 import os, sys
 from pathlib import Path
+from megatron_ext.files import locks
 from megatron_ext.files.locks import held
 
 with held(Path(sys.argv[1])):
@@ -49,6 +53,27 @@ def test_a_second_holder_is_told_of_the_first(tmp_path: Path) -> None:
         with pytest.raises(FolderInUseError, match=rule), held(tmp_path / "run"):
             raise AssertionError("two hold it")
         assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_lost_machine_is_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server keeps its locks for a while."""
+    monkeypatch.setattr(locks, "_POLL_S", 0.05)
+    elsewhere = "process 7 on a-machine-that-is-lost since 2026-11-28 10:00:00+00:00"
+    with holder_of(tmp_path) as process:
+        (tmp_path / ".lock").write_text(f"{elsewhere}\n")
+        monkeypatch.setattr(locks, "PATIENCE_S", 0.2)
+        rule = f"is in use by {re.escape(elsewhere)}; if that machine is lost, delete .lock in it"
+        with pytest.raises(FolderInUseError, match=rule), held(tmp_path):
+            raise AssertionError("two hold it")
+        monkeypatch.setattr(locks, "PATIENCE_S", 60.0)
+        Timer(0.3, process.kill).start()
+        with held(tmp_path):
+            assert process.wait() < 0
+    assert [record.getMessage().split("; ")[1] for record in caplog.records] == [
+        f"waiting {patience} s, in case that machine is lost" for patience in (0, 60)
+    ]
 
 
 def test_a_killed_holder_leaves_the_folder_free(tmp_path: Path) -> None:
