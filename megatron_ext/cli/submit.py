@@ -38,6 +38,9 @@ _OPPOSITES = {
 }
 """Options of sbatch, and what a job of ours may have that contradicts them."""
 
+_INSTEAD = {"output": "--logs", "array": "--variants"}
+"""Options of sbatch that would hide a log from who follows it, and what to give in their place."""
+
 
 def add(commands: Any) -> None:
     """List the command; its words go to `run` unread: settings may stand between options."""
@@ -167,6 +170,8 @@ def _sbatch_option(text: str) -> tuple[str, str]:
     """Read an option of sbatch as its name and its value, for argparse."""
     if not (option := re.fullmatch(r"--([\w-]+)(?:=(.*))?", text)):
         raise argparse.ArgumentTypeError(f"{text!r} must be an option's long form, as --qos=high")
+    if instead := _INSTEAD.get(option[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} would hide the log: give {instead}")
     return option[1], option[2] or ""
 
 

@@ -287,9 +287,14 @@ def test_options_of_sbatch_replace_a_jobs_own(
     assert not {"gpus-per-node", "exclusive"} & set(options)
     assert options["mem"] == "64G"
     assert options["comment"] == r'"a \"b\" \\"'
-    status, _, said = run(capsys, *submit, "--sbatch=-s")
-    assert status == 2
-    assert said.endswith("'-s' must be an option's long form, as --qos=high\n")
+    for wrong, why in {
+        "-s": "must be an option's long form, as --qos=high",
+        "--output=a.log": "would hide the log: give --logs",
+        "--array=0-3": "would hide the log: give --variants",
+    }.items():
+        status, _, said = run(capsys, *submit, f"--sbatch={wrong}")
+        assert status == 2
+        assert said.endswith(f"'{wrong}' {why}\n")
 
 
 def test_a_job_that_saves_nothing_does_not_queue_again(
