@@ -150,9 +150,9 @@ def parser() -> OneLineParser:
         type=_sbatch_option,
         default=[],
         metavar="--NAME[=VALUE]",
-        help="any option of sbatch, as in --sbatch=--qos=high; it overrides the job's own option "
-        "of that name (--gres also --gpus-per-node, --oversubscribe also --exclusive); may be "
-        "repeated",
+        help="any other option of sbatch, as in --sbatch=--qos=high; it overrides the job's own "
+        "option of that name (--gres also --gpus-per-node, --oversubscribe also --exclusive); may "
+        "be repeated",
     )
     add("--dry-run", action="store_true", help="show the script and stop; needs no Slurm")
     add("--detach", action="store_true", help="do not follow the log")
