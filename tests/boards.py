@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,18 @@ _LATE_S = 30
 
 def wandb_records(folder: Path) -> list[Any]:
     """What W&B's only run there wrote, in order: `Record` of W&B."""
+    from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     late = time.monotonic() + _LATE_S
     while True:
-        records = [Record.FromString(each) for each in _blocks(path)]
-        # A process of W&B's own writes the file, and may be behind the run that has finished.
+        # A process of W&B's own writes the file, and may be behind the run that has finished, or in
+        # the middle of a record.
+        records = []
+        with suppress(DecodeError):
+            for each in _blocks(path):
+                records.append(Record.FromString(each))
         if any(each.HasField("exit") for each in records) or time.monotonic() > late:
             return records
         time.sleep(0.1)

@@ -172,7 +172,7 @@ def test_wandb_says_what_the_metrics_say(written: Path) -> None:
 def test_wandb_keeps_steps_that_are_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """W&B has five steps of an attempt that was lost, and would drop whatever is not above them."""
+    """W&B has five steps of a lost attempt, and would drop steps up to the last of these."""
     monkeypatch.setattr("wandb.sdk.wandb_run.Run.starting_step", STEPS + 1)
     with RunLog(config_of(tmp_path), start_step=3) as log:
         for step in (4, 5):
@@ -193,16 +193,22 @@ def test_a_comparison_is_kept_beside_its_runs(tmp_path: Path) -> None:
     assert [entry.path for entry in artifact.manifest.contents] == ["report.html"]
 
 
+def said_online(run_dir: Path, caplog: pytest.LogCaptureFixture) -> str:
+    """Write a step to W&B's server, and return the only warning."""
+    config = config_of(run_dir)
+    config.logging.wandb = "online"
+    with RunLog(config, start_step=0) as log:
+        log.write(*lines_of(1))
+    (said,) = (each.getMessage() for each in caplog.records if each.name.startswith("megatron_ext"))
+    return said
+
+
 def test_without_a_login_it_is_written_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    config = config_of(tmp_path / "run")
-    config.logging.wandb = "online"
-    with RunLog(config, start_step=0) as log:
-        log.write(*lines_of(1))
-    (said,) = (each.getMessage() for each in caplog.records if each.name.startswith("megatron_ext"))
+    said = said_online(tmp_path / "run", caplog)
     assert re.match(r"warning: W&B has no login here .*run/wandb only: `wandb sync`", said)
     assert [record.history for record in wandb_records(tmp_path / "run") if record.history.item]
 
@@ -230,11 +236,7 @@ def test_without_an_answer_it_is_written_here(
 
     monkeypatch.setattr(wandb, "login", lambda prompt: True)
     monkeypatch.setattr(wandb, "init", reach)
-    config = config_of(tmp_path / "run")
-    config.logging.wandb = "online"
-    with RunLog(config, start_step=0) as log:
-        log.write(*lines_of(1))
-    (said,) = (each.getMessage() for each in caplog.records if each.name.startswith("megatron_ext"))
+    said = said_online(tmp_path / "run", caplog)
     assert re.match(r"warning: W&B does not take the run \(.*Timed out.*\), .*: `wandb sync`", said)
     assert written_for_wandb(tmp_path / "run", "train/loss") == [3.0]
 
