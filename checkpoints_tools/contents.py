@@ -40,6 +40,14 @@ _ROUTER_WEIGHT = re.compile(r"\.router\.weight$")
 _EXPERT_WEIGHT = re.compile(r"\.experts\.experts\.(?:(?P<expert>\d+)\.)?linear_fc\d\.weight$")
 _LAYER = re.compile(r"(.*\.)?decoder\.layers\.(?:(?P<layer>\d+)\.)?")
 _EMBEDDING = "embedding.word_embeddings.weight"
+_FEWEST_AXES = (
+    (_ROUTER_WEIGHT, 2),
+    (re.compile(r"\.experts\.experts\.linear_fc\d\.weight$"), 3),
+    (re.compile(r"\.router\.(bias|expert_bias|qb_beta)$"), 1),
+    (re.compile(r"\.experts\.experts\.(\d+\.)?linear_fc\d\.(weight|bias)$"), 1),
+    (re.compile(rf"(^|\.){re.escape(_EMBEDDING)}$"), 1),
+)
+"""Axes that a tensor has at least, besides that of layers, by its name."""
 _ARGUMENTS = {
     "num_ranks": "world_size",
     "tp_size": "tensor_model_parallel_size",
@@ -211,13 +219,23 @@ def read_metadata(folder: Path) -> Any:
         small = [name for name in (TABLE_FILE, RUN_FILE, COMMON_FILE) if name in recorded]
         if changes := find_changes(folder, [name for name in small if (folder / name).exists()]):
             raise ValueError(changes[0])
-        return read_table(folder / TABLE_FILE)
+        table = read_table(folder / TABLE_FILE)
+        for key, entry in table.state_dict_metadata.items():
+            if hasattr(entry, "chunks") and len(entry.size) < _fewest_axes(key):
+                raise ValueError(f"{key} is of {list(entry.size)}, too few axes for its name")
+        return table
     except FileNotFoundError as error:
         raise ValueError(
             f"{folder} has no {TABLE_FILE}: it was not written to the end, or not as `torch_dist`"
         ) from error
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
+
+
+def _fewest_axes(key: str) -> int:
+    layer = _LAYER.match(key)
+    has_layers = layer is not None and layer["layer"] is None
+    return has_layers + max((axes for name, axes in _FEWEST_AXES if name.search(key)), default=0)
 
 
 def _read_entries(metadata: Any) -> list[Entry]:

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import xxhash
 from checkpoints_tools.pickles import ForeignClassError, read_object, read_table
 from megatron_ext.files.json_files import read_json
 from megatron_ext.files.opening import look_at, named, open_regular
-from megatron_ext.files.whole import sync
+from megatron_ext.files.whole import alone_in, sync
 
 RUN_FILE = "run.json"
 CHECKSUMS_FILE = "checksums.json"
@@ -134,11 +134,11 @@ def read_run(folder: Path) -> dict[str, Any]:
         ValueError: It is missing or damaged.
     """
     run = _read_json(folder / RUN_FILE)
-    numbers = {"step": run.get("step"), "consumed_samples": run.get("consumed_samples", 0)}
-    for name, number in numbers.items():
+    positions = {name: run.get(name, 0) for name in ("consumed_samples", "consumed_tokens")}
+    for name, number in ({"step": run.get("step")} | positions).items():
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**63:
             raise ValueError(f"{RUN_FILE} is damaged: it has no {name}")
-    for name in ("model", "parallel"):
+    for name in ("model", "parallel", "settings"):
         if not isinstance(run.get(name, {}), dict):
             raise ValueError(f"{RUN_FILE} is damaged: {name} is no mapping")
     return run
@@ -146,10 +146,14 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Return the folders of a run's checkpoints, whole or damaged, oldest first."""
-    return sorted(
-        (folder for folder in run_dir.glob("checkpoints/step_*") if folder.is_dir()),
-        key=lambda folder: (len(folder.name), folder.name),
-    )
+    folders = (each for each in run_dir.glob("checkpoints/step_*") if each.is_dir())
+    return sorted((each for each in folders if _number(each) >= 0), key=_number)
+
+
+def _number(folder: Path) -> int:
+    """Return the step or iteration in a checkpoint's name; -1 of other names, as of a copy."""
+    named = re.fullmatch(r"(?:step|iter)_([0-9]+)", folder.name)
+    return int(named[1]) if named else -1
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -173,20 +177,23 @@ def making(out: Path, num_bytes: int) -> Iterator[Path]:
     same `out` removes what it has left beside it. The folder needs room for `num_bytes`.
 
     Raises:
+        FileExistsError: Another process is making it.
         OSError: The disk has no room for it, or it cannot be written; nothing is left.
     """
     partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    with suppress(FileNotFoundError), alone_in(partial):
+        shutil.rmtree(partial)
     if (free := free_bytes(out)) < num_bytes:
         raise OSError(f"{out} cannot be written: {free:,} bytes free, it needs {num_bytes:,}")
-    try:
-        partial.mkdir(parents=True)
-        with named(out):
-            yield partial
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    partial.mkdir(parents=True)
+    with alone_in(partial):
+        try:
+            with named(out):
+                yield partial
+            partial.rename(out)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
     sync(out.parent)
 
 
@@ -398,7 +405,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def newest_of(path: Path) -> Path:
     """Return the checkpoint that `path` means: itself, or the newest in a folder or run.
 
-    The newest is the one with the highest number.
+    The newest is the one with the highest number, as in `step_9` or `iter_9`.
 
     Raises:
         FileNotFoundError: There is none.
@@ -408,11 +415,9 @@ def newest_of(path: Path) -> Path:
     if is_checkpoint(path):
         return path
     parent = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    numbered = [
-        (int(number[0]), folder)
-        for folder in parent.iterdir()
-        if (number := re.search(r"\d+$", folder.name)) and is_checkpoint(folder)
-    ]
-    if not numbered:
-        raise FileNotFoundError(f"no Megatron checkpoint in {path}: no folder with a {KIND_FILE}")
-    return max(numbered)[1]
+    found = [each for each in parent.iterdir() if _number(each) >= 0 and is_checkpoint(each)]
+    if not found:
+        raise FileNotFoundError(
+            f"no Megatron checkpoint in {path}: no folder step_N or iter_N with a {KIND_FILE}"
+        )
+    return max(found, key=_number)

@@ -216,6 +216,8 @@ def read_tensor(stream: BinaryIO, where: str, sizes: Sequence[int], dtype: Any) 
 
     read = read_object(stream)
     is_plain = isinstance(read, torch.Tensor) and read.layout == torch.strided and not read.is_meta
+    # A number that is there many times by its strides would be written out.
+    is_plain = is_plain and read.nbytes <= read.untyped_storage().nbytes()
     if not is_plain or tuple(read.shape) != tuple(sizes) or read.dtype != dtype:
         raise ValueError(f"{where} is not stored as {list(sizes)} of {dtype}, as its table says")
     tensor: Tensor = read

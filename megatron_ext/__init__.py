@@ -24,17 +24,18 @@ import importlib
 # As `typing` has it: Ctrl-C gives a traceback until a command has imported this file.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from megatron_ext.balance.costs import LayerCosts
-    from megatron_ext.balance.plan import BalancePlan
-    from megatron_ext.balance.solve import solve
-    from megatron_ext.config import BalanceConfig
-    from megatron_ext.cpu_platform import enable_cpu_platform
-    from megatron_ext.mcore.between_steps import reset_after_abort
-    from megatron_ext.mcore.bridge_callback import BridgeCallback
-    from megatron_ext.mcore.check import check
-    from megatron_ext.mcore.provider import balanced_provider_spec
-    from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec
-    from megatron_ext.mcore.step_metrics import StepMetrics
+    from megatron_ext.balance.costs import LayerCosts as LayerCosts
+    from megatron_ext.balance.plan import BalancePlan as BalancePlan
+    from megatron_ext.balance.solve import solve as solve
+    from megatron_ext.config import BalanceConfig as BalanceConfig
+    from megatron_ext.cpu_platform import enable_cpu_platform as enable_cpu_platform
+    from megatron_ext.mcore.between_steps import reset_after_abort as reset_after_abort
+    from megatron_ext.mcore.bridge_callback import BridgeCallback as BridgeCallback
+    from megatron_ext.mcore.check import check as check
+    from megatron_ext.mcore.provider import balanced_provider_spec as balanced_provider_spec
+    from megatron_ext.mcore.spec import balance_spec as balance_spec
+    from megatron_ext.mcore.spec import grouped_mm_spec as grouped_mm_spec
+    from megatron_ext.mcore.step_metrics import StepMetrics as StepMetrics
 
 _HOMES = {
     "BalanceConfig": "megatron_ext.config",
@@ -51,20 +52,7 @@ _HOMES = {
     "solve": "megatron_ext.balance.solve",
 }
 
-__all__ = [
-    "BalanceConfig",
-    "BalancePlan",
-    "BridgeCallback",
-    "LayerCosts",
-    "StepMetrics",
-    "balance_spec",
-    "balanced_provider_spec",
-    "check",
-    "enable_cpu_platform",
-    "grouped_mm_spec",
-    "reset_after_abort",
-    "solve",
-]
+__all__ = [*_HOMES]
 
 
 def __dir__() -> list[str]:

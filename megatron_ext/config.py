@@ -312,13 +312,14 @@ class HistorySettings(Section, name="balance.history"):
 
 @dataclass(kw_only=True, slots=True)
 class LlepSettings(Section, name="balance.llep"):
-    """How much load `llep` leaves on a rank, and the least that it moves."""
+    """How much load `llep` leaves on a rank, and how small its pieces may be."""
 
     alpha: float = setting(1.1, least=1, most=1_000_000)
     """Capacity of a rank, as a multiple of the mean rank load: load above it spills to other
     ranks."""
     min_tokens_per_gemm: int = setting(1024, least=1)
-    """Fewest assignments that are moved to another rank in one piece."""
+    """Fewest assignments that are moved to another rank in one piece, unless they are the last of
+    their expert."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -18,6 +18,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number of things.
+
+    >>> counted(1, "slot"), counted(2, "slot"), counted(2, "microbatch")
+    ('1 slot', '2 slots', '2 microbatches')
+    """
+    plural = "es" if what.endswith("ch") else "s"
+    return f"{number} {what}{plural if number != 1 else ''}"
+
+
 def ranges(numbers: Sequence[int]) -> str:
     """Write increasing numbers shortly.
 

@@ -47,6 +47,11 @@ if ((${#chosen[@]} == 0)) && [[ $(id -u) == 0 ]] && command -v apt-get >/dev/nul
 fi
 launch/setup.sh
 wait
+# Megatron-Core since 0.19 compiles this at its first use: on a slow machine for longer than a test's ranks may take, and
+# the lock of a compiler that was killed with them would hold up all later ones for ever.
+if grep -qs _get_share_storage "$venv"/lib/python*/site-packages/megatron/core/tensor_parallel/random.py; then
+    "$venv/bin/python" -c 'from megatron.core.tensor_parallel.random import _get_share_storage as get; get()'
+fi
 
 export OMP_NUM_THREADS=1
 named=

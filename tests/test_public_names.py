@@ -163,7 +163,7 @@ def test_other_names_are_refused():
         megatron_ext.solv  # noqa: B018
 
 
-PUBLIC = [name for name, path in modules().items() if assigned(path, "__all__") is not None]
+PUBLIC = [name for name, path in modules().items() if "\n__all__ = " in path.read_text()]
 
 
 def test_where_public_names_are():

@@ -16,6 +16,7 @@
 #include <torch/custom_class.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <map>
 #include <optional>
@@ -346,9 +347,8 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     int64_t abort() {
         cancel();
         const c10::cuda::CUDAGuard guard(device_);
-        C10_CUDA_CHECK(cudaStreamSynchronize(push_stream_));
-        C10_CUDA_CHECK(cudaStreamSynchronize(pull_stream_));
-        C10_CUDA_CHECK(cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream()));
+        // The program may have left a stream of its own, with waits that have not begun.
+        C10_CUDA_CHECK(cudaDeviceSynchronize());
         PeerState state;
         C10_CUDA_CHECK(cudaMemcpy(&state, self_.state, sizeof state, cudaMemcpyDeviceToHost));
         aborted_at_ = static_cast<int64_t>(
@@ -374,11 +374,16 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         pulled_.reset();
     }
 
-    // Throw what a wait on the device has failed with, as far as the device has come. All calls do.
+    // Throw what a wait on the device has failed with, as far as the device has come. All calls do,
+    // but those from `cancel` to `restart`.
     void raise_failure() {
         TORCH_CHECK(!closed_, "this transport is closed");
+        // Waits would end at once, and leave out what has not come.
+        TORCH_CHECK(*static_cast<const volatile int32_t*>(aborted_.const_data_ptr<int32_t>()) == 0,
+                    "this transport was cancelled, and no restart has come to its end");
         const PeerFailure& failure = *self_.failure;
         if (static_cast<const volatile PeerFailure&>(failure).is_set == 0) return;
+        std::atomic_thread_fence(std::memory_order_acquire);  // the device wrote the rest before
         TORCH_CHECK(false,
                     message_of({self_.rank,
                                 failure.peer,

@@ -479,11 +479,12 @@ Worker::~Worker() {
 }
 
 void Worker::start(std::function<void()> job) {
+    // First: it throws where no thread can be had, and then there must be no job to wait for.
+    if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
     {
         const std::lock_guard lock(mutex_);
         job_ = std::move(job);
     }
-    if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
     changed_.notify_all();
 }
 

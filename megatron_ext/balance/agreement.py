@@ -28,12 +28,12 @@ from megatron_ext.balance.load import gather_counts
 from megatron_ext.balance.plan import BalancePlan, Shares
 from megatron_ext.transport import GathersRows, HostCopy
 
-_THAWED = 0x7468617765640000
-"""What a rank sends in place of a seal, plus the layer's number, if it has thawed experts."""
+_CHANGED = 0x7468617765640000
+"""What a rank sends in place of a seal, plus the layer's number, if it froze or thawed experts."""
 
 
-def _is_thaw(seal: int) -> bool:
-    return _THAWED <= seal < _THAWED + 2**16
+def _is_change(seal: int) -> bool:
+    return _CHANGED <= seal < _CHANGED + 2**16
 
 
 class Agreement:
@@ -144,18 +144,18 @@ class Agreement:
         self._seal.zero_()
         self._layer = 0
 
-    def say_thawed(self, layer: int) -> None:
-        """Send, with the next counts, that this rank trains experts of a layer that were frozen.
+    def say_changed(self, layer: int) -> None:
+        """Send, with the next counts, that this rank has frozen or thawed experts of a layer.
 
         The word stands in the seal's place. So the ranks notice, and all raise, if not all say it.
         """
-        self._seal.fill_(_THAWED + layer)
+        self._seal.fill_(_CHANGED + layer)
 
     def require_agreement(self) -> None:
         """Raise the error of a difference in the last counts; the host waits for the device.
 
         Raises:
-            RuntimeError: Ranks had different loads or plans, or not all have thawed.
+            RuntimeError: Ranks had different loads or plans, or not all have changed.
         """
         if self._seal.is_cuda:
             torch.cuda.synchronize(self._seal.device)
@@ -183,11 +183,11 @@ class Agreement:
             self._raise(layer, seals)
 
     def _raise(self, layer: int, seals: list[int]) -> None:
-        if thawed := {rank: seal - _THAWED for rank, seal in enumerate(seals) if _is_thaw(seal)}:
+        if said := {rank: seal - _CHANGED for rank, seal in enumerate(seals) if _is_change(seal)}:
             raise RuntimeError(
-                f"layer {max(thawed.values())}: {name_ranks(list(thawed), self._num_shards)} train "
-                "experts that all ranks had frozen before, and the other ranks do not: thaw "
-                "experts on all ranks, or train those of all ranks in the first step"
+                f"layer {max(said.values())}: {name_ranks(list(said), self._num_shards)} have "
+                "frozen or thawed experts, and the other ranks have not: do so on all ranks in the "
+                "same step, or train experts of all ranks in the first step"
             )
         counts = {seal: seals.count(seal) for seal in seals}
         # The most frequent seal counts as right; of equally frequent ones, the lowest rank's.

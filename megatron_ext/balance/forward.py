@@ -23,7 +23,7 @@ gradient reduction beside that of this layer's.
 - The mains are inputs of the join (without a join, of `materialized`). So autograd and the hooks of
   data-parallel reduction take a main's gradient for complete only with the replicas' part.
 - The mains are no inputs of a join that another backward of autograd than the experts' comes to:
-  in Megatron's combined schedule, around a MoE layer that is recomputed alone, and with delayed
+  in Megatron's combined schedule, around an MoE layer that is recomputed alone, and with delayed
   weight gradients. There `held_back.py` holds the hooks back instead.
 - The reduction adds the replicas' part to the `main_grad` of data-parallel training. If there is
   no `main_grad`, or the addition would round too much, autograd adds both parts.
@@ -59,7 +59,7 @@ from megatron_ext.balance.autograd import (
     kept_in_place,
     let_leaves_wait,
 )
-from megatron_ext.balance.main_weights import Aside, InPlace, MainWeights, everywhere
+from megatron_ext.balance.main_weights import Aside, InPlace, MainWeights, by_products, everywhere
 from megatron_ext.balance.plan import BalancePlan, Shares
 from megatron_ext.balance.ranges import (
     PUSH_START,
@@ -365,12 +365,24 @@ class Forward:
         if self.reduces and self.mains.fused and self.aside is None:
             assert self.buffers is not None
             self.buffers.begin_fused(self.slot_grads)
-            self.aside = self.mains.set_aside(self.plan.experts_in_slots, self.buffers.ep_rank)
+            self.aside = self.mains.set_aside(
+                self.plan.experts_in_slots, self.buffers.ep_rank, in_place=self._fused_in_place
+            )
         with stage_of_backward(PUSH_WAIT, self.layer_number):
             rematerializing.wait()
-        if self.reduces and (self.is_held_back or self.delayed is not None):
+        if self.reduces and self._is_heard_late:
             held_back.hold_back(self.mains.parameters())
         return grad, None
+
+    @property
+    def _is_heard_late(self) -> bool:
+        """Whether DDP hears of the mains' gradients only when the replicas' part is in them."""
+        return self.is_held_back or self.delayed is not None
+
+    @property
+    def _fused_in_place(self) -> InPlace:
+        """Where fused sums go to `main_grad` itself: not beside a leaf that adds to it at once."""
+        return by_products if self._is_heard_late else everywhere
 
     @property
     def _is_in_running_backward(self) -> bool:
@@ -447,7 +459,7 @@ class Forward:
             aside, self.aside = self.aside, None
             assert (aside is not None) == self.mains.fused, "`_await_replicas` comes first"
             # In a backward for something else, `main_grad` stays as it was.
-            self.in_place = everywhere if self.mains.fused else accumulated().__contains__
+            self.in_place = self._fused_in_place if self.mains.fused else accumulated().__contains__
             totals = self.mains.totals(self.slot_grads, in_place=self.in_place)
             self.reducing = self.buffers.reduce_replica_grads(
                 replicas, self.slot_grads, replica_grads, totals, self.label, aside=aside
@@ -461,14 +473,25 @@ class Forward:
 
         Sums that do not go to a `main_grad` are returned for autograd: see
         `MainWeights.hand_over`.
+
+        Raises:
+            RuntimeError: The experts' delayed weight gradients are still to come.
         """
+        if self.delayed is not None and self in self.delayed:
+            raise RuntimeError(
+                f"{self.label}: backward has come to the layer's input before the experts' weight "
+                "gradients, which are delayed: call the MoE layer's backward_dw() before that"
+            )
         gradients: list[Tensor | None] = [None for _ in self.mains.parameters()]
         if self.reducing is not None:
             with stage_of_backward(REDUCE_WAIT, self.layer_number):
                 totals = self.reducing.wait()
-            gradients = self.mains.hand_over(totals, in_place=self.in_place)
+            if self._is_heard_late:
+                self.mains.add_late(totals, in_place=self.in_place)
+            else:
+                gradients = self.mains.hand_over(totals, in_place=self.in_place)
         self.reducing = None
-        if self.is_held_back or self.delayed is not None:
+        if self._is_heard_late:
             held_back.let_go(self.mains.parameters())
             return grad, None
         let_leaves_wait(self.mains.parameters()[0].device)

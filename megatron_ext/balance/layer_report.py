@@ -57,5 +57,7 @@ def number_of(layer: Any) -> int:
     Layers of multi-token prediction follow the decoder's; Megatron-Core from 0.17 on counts them
     from 1.
     """
-    number: int = layer.router.layer_number
+    # A program may have wrapped the router, as with an adapter.
+    parts = layer.router.modules()
+    number: int = next(part.layer_number for part in parts if hasattr(part, "layer_number"))
     return number + layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else number

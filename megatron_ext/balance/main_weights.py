@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -87,6 +87,14 @@ def everywhere(_: Tensor) -> bool:
     return True
 
 
+def by_products(main: Tensor) -> bool:
+    """Say yes for weights, to which fused products add, and not for biases, as an `InPlace`.
+
+    DDP adds a bias's own gradient, on a stream for which no reduction waits.
+    """
+    return main.dim() > 1
+
+
 TakesSums = Callable[[Tensor], Tensor | None]
 """`_takes_sums` of a parameter."""
 
@@ -96,6 +104,8 @@ class SeparateMains:
     """A parameter [*shape] for each of the M mains. An unused slot costs no gradient."""
 
     mains: list[Tensor]
+    are_trained_alike: bool = field(default=False, kw_only=True)
+    """Whether products give all mains and slots gradients, or none, as the first main asks."""
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters in a fixed order."""
@@ -148,6 +158,11 @@ class StackedMains:
     """The memory with the parameter's values, [M, *shape]: the parameter itself, or another."""
     is_split: bool = False
     """Whether products take one weight for each main. An unused slot then costs no gradient."""
+
+    @property
+    def are_trained_alike(self) -> bool:
+        """See `SeparateMains.are_trained_alike`."""
+        return self.is_split
 
     def parameters(self) -> list[Tensor]:
         """See `SeparateMains.parameters`."""
@@ -295,7 +310,15 @@ class MainWeights:
         gradient. Slots' gradients have the same dtype: a grouped product may use the dtype of its
         first output for all outputs.
         """
-        return tuple(_grad_dtype(each.parameters(), self.fused) for each in self._segments)
+        return tuple(
+            _grad_dtype(each.parameters()[: 1 if alike else None], self.fused)
+            for each, alike in zip(self._segments, self.are_trained_alike, strict=True)
+        )
+
+    @property
+    def are_trained_alike(self) -> list[bool]:
+        """Return for each segment whether all ranks must train it, or none."""
+        return [segment.are_trained_alike for segment in self._segments]
 
     @cached_property
     def stay(self) -> bool:
@@ -343,7 +366,7 @@ class MainWeights:
             for segment, each in zip(self._segments, there, strict=True)
         ]
 
-    def set_aside(self, experts_in_slots: Tensor, ep_rank: int) -> Aside:
+    def set_aside(self, experts_in_slots: Tensor, ep_rank: int, *, in_place: InPlace) -> Aside:
         """Empty those `main_grad` that are narrower than float32; return copies.
 
         With fused gradients, a matrix product adds the main's own part to `main_grad`, and the sums
@@ -352,11 +375,12 @@ class MainWeights:
         `main_grad`, are added with the second.
 
         Only mains with replicas in the slots, int32 [R, S], of the microbatch whose backward begins
-        are touched; the host does not know them.
+        are touched; the host does not know them. Nor are those that get no sums `in_place`.
         """
         return [
             None
-            if any(map(is_fsdp, each.parameters()))  # The products overwrite `main_grad`.
+            # With Megatron-FSDP the products overwrite `main_grad`.
+            if any(is_fsdp(main) or not in_place(main) for main in each.parameters())
             else _set_aside(each.main_grads(), experts_in_slots, ep_rank)
             for each in self._segments
         ]
@@ -374,6 +398,13 @@ class MainWeights:
             else None
             for segment, grad in zip(self._segments, slot_grads, strict=True)
         ]
+
+    def add_late(self, totals: Totals, *, in_place: InPlace) -> None:
+        """Add the finished `totals` to `main_grad` where they are others, because of `in_place`."""
+        for segment, of_segment in zip(self._segments, totals, strict=True):
+            for main, total in zip(segment.parameters(), of_segment or (), strict=False):
+                if not in_place(main) and (main_grad := _main_grad(main)) is not None:
+                    main_grad.add_(total)
 
     def hand_over(self, totals: Totals, *, in_place: InPlace) -> list[Tensor | None]:
         """Return the gradients that autograd adds, by parameter, from the finished `totals`.

@@ -29,10 +29,14 @@ class PredictionReport:
     """This rank's assignments, int64 []."""
     num_right_choices: Tensor
     """This rank's assignments that were predicted for the same token and expert, int64 []."""
-    replica_use: dict[str, Tensor]
-    """`replica_use` of the replicas sent ahead, int64 [] each."""
+    hit_replicas: Tensor
+    """Replicas sent ahead and used, int64 []; see `replica_use`."""
+    topped_up_replicas: Tensor
+    """Replicas used, and moved when the load was known, int64 []."""
+    wasted_replicas: Tensor
+    """Replicas sent ahead and not used, int64 []."""
     expert_bytes: int
-    """Bytes of one expert's weights."""
+    """Bytes of one expert's weights, over all shards."""
 
     @property
     def load_accuracy(self) -> float:
@@ -45,29 +49,14 @@ class PredictionReport:
         return float(self.num_right_choices) / float(self.num_choices) if self.num_choices else 1.0
 
     @property
-    def hit_replicas(self) -> int:
-        """Replicas sent ahead and used."""
-        return int(self.replica_use["hit_replicas"])
-
-    @property
-    def topped_up_replicas(self) -> int:
-        """Replicas used, and moved when the load was known."""
-        return int(self.replica_use["topped_up_replicas"])
-
-    @property
-    def wasted_replicas(self) -> int:
-        """Replicas sent ahead and not used."""
-        return int(self.replica_use["wasted_replicas"])
-
-    @property
     def sent_ahead_bytes(self) -> int:
         """Bytes of replicas sent ahead: off the critical path, beside the layer before."""
-        return self.expert_bytes * (self.hit_replicas + self.wasted_replicas)
+        return self.expert_bytes * int(self.hit_replicas + self.wasted_replicas)
 
     @property
     def topped_up_bytes(self) -> int:
         """Bytes of replicas topped up: on the critical path, behind the plan."""
-        return self.expert_bytes * self.topped_up_replicas
+        return self.expert_bytes * int(self.topped_up_replicas)
 
 
 def load_accuracy(predicted: Tensor, load: Tensor) -> float:

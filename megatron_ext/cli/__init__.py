@@ -54,11 +54,7 @@ _USAGE_ERRORS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command of these words, by default those of the process.
-
-    Returns:
-        The exit status.
-    """
+    """Run the command of these words, by default those of the process; return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # The name of a file may be no text.

@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron_ext.arguments import existing_path
 from megatron_ext.cli import hugging_face, options
-from megatron_ext.cli.output import DONE, FAILED, columns, show
+from megatron_ext.cli.output import DONE, FAILED, show
+from megatron_ext.files.tables import text_table
 
 
 def add(commands: Any) -> None:
@@ -98,7 +99,7 @@ _SHAPE = {
 
 
 def _contents_lines(report: dict[str, Any]) -> Iterator[str]:
-    yield columns(
+    yield text_table(
         ("key", "shape", "dtype", "shards"),
         [
             (
@@ -139,7 +140,7 @@ def _norm_lines(norms: dict[int, list[float]]) -> Iterator[str]:
         least, most = (of_experts.index(wanted(of_experts)) for wanted in (min, max))
         ends = (f"{of_experts[expert]:.4g} (expert {expert})" for expert in (least, most))
         rows.append((str(layer), f"{sum(of_experts) / len(of_experts):.4g}", *ends))
-    yield columns(("norms in layer", "mean", "least", "most"), rows)
+    yield text_table(("norms in layer", "mean", "least", "most"), rows)
     yield ""
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.arguments import existing_path, positive
 from megatron_ext.cli import options
-from megatron_ext.cli.output import columns, mib, progress, show, warn
+from megatron_ext.cli.output import mib, progress, show, warn
+from megatron_ext.files.tables import text_table
 
 if TYPE_CHECKING:
     from megatron_ext.data.manifest import Manifest
@@ -135,7 +136,7 @@ def run_corpus(arguments: argparse.Namespace) -> int:
 def _corpus_lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"text of this machine in {report['path']}"
     yield ""
-    yield columns(
+    yield text_table(
         ("domain", "documents", "MiB"),
         [
             (name, f"{size['documents']:,}", mib(size["text_bytes"]))
@@ -164,7 +165,7 @@ def _dataset_lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"tokenizer  {report['tokenizer']}, {report['vocab_size']:,} tokens"
     yield f"eod        {report['eod_token']} ({report['eod']})"
     yield ""
-    yield columns(
+    yield text_table(
         ("domain", "documents", "tokens", "text MiB"),
         [
             (name, f"{d['documents']:,}", f"{d['tokens']:,}", mib(d["text_bytes"]))

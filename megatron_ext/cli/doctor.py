@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron_ext.arguments import existing_path
 from megatron_ext.cli import options
-from megatron_ext.cli.output import DONE, FAILED, columns, mib, show
+from megatron_ext.cli.output import DONE, FAILED, mib, show
+from megatron_ext.files.tables import text_table
 
 
 def add(commands: Any) -> None:
@@ -153,7 +154,7 @@ def _run_state(arguments: argparse.Namespace) -> int:
 
 def _rank_lines(state: dict[str, Any]) -> Iterator[str]:
     names = ("rank", "host", "pid", "process", "state", "step", "stage", "layer")
-    yield columns(
+    yield text_table(
         (*names, "moved s ago", "beat s ago"),
         [
             ["-" if row[name] is None else str(row[name]) for name in (*names, "moved_s", "beat_s")]

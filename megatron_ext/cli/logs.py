@@ -15,6 +15,7 @@ from megatron_ext.arguments import existing_path, plain
 from megatron_ext.cli import options
 from megatron_ext.cli.output import DONE, show
 from megatron_ext.files.opening import names_in, whole_lines
+from megatron_ext.words import counted
 
 _POLL_S = 1.0
 
@@ -63,7 +64,7 @@ def _files(run_dir: Path, rank: int | None) -> list[Path]:
     if rank is None:
         return files
     if (file := rank_log(run_dir, rank)) not in files:
-        raise ValueError(f"--rank ({rank}): {run_dir} has logs of {len(files)} ranks")
+        raise ValueError(f"--rank ({rank}): {run_dir} has logs of {counted(len(files), 'rank')}")
     return [file]
 
 

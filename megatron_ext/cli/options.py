@@ -113,13 +113,15 @@ def add_strategies(parser: argparse.ArgumentParser) -> None:
 
 
 def strategies(arguments: argparse.Namespace) -> list[str]:
-    """Return the names of `--strategies`, after checking that there are such strategies."""
+    """Return the names of `--strategies`: different ones, of strategies that there are."""
     from megatron_ext.balance.strategies import unknown_strategy
 
     names: list[str] = arguments.strategies.split(",")
     for name in names:
         if problem := unknown_strategy(name.partition(":")[0]):
             raise ValueError(problem)
+        if names.count(name) > 1:
+            raise ValueError(f"strategy {name!r} is there twice")
     return names
 
 
@@ -242,8 +244,7 @@ def _new_path(text: str) -> Path:
 def check_out(arguments: argparse.Namespace, *names: str) -> list[Path]:
     """Check, before the work, that `--out` can be written, or the files `names` in that folder.
 
-    Returns:
-        What is to be written; nothing without `--out`.
+    What is to be written is returned: nothing without `--out`.
     """
     from megatron_ext.files.arrays import check_free
 
@@ -331,7 +332,10 @@ def warn_of_empty_slots(loads: Loads, asked: Asked, strategies: Sequence[str] = 
 def add_nvlink_domain(parser: argparse.ArgumentParser) -> None:
     """Add the domain in which replicas stay."""
     parser.add_argument(
-        "--nvlink-domain", type=int, metavar="D", help="ranks per NVLink domain (all ranks)"
+        "--nvlink-domain",
+        type=int,
+        metavar="D",
+        help="ranks per NVLink domain (all ranks; with --hardware as many as reach each other)",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,20 +35,6 @@ def warn(message: str | None) -> None:
     """Print a warning, if there is one, of a command that goes on."""
     if message is not None:
         sys.stderr.write(f"warning: {one_line(message)}\n")
-
-
-def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Align cells: the first column left, the others right."""
-    from megatron_ext.files.tables import text_table
-
-    return text_table(header, rows)
-
-
-def table(forms: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Align the values of rows; each column has a header and a format."""
-    from megatron_ext.files.tables import fill, text_table
-
-    return text_table(*fill(forms, rows))
 
 
 def mib(num_bytes: int) -> str:

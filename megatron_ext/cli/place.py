@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron_ext.arguments import existing_path, positive
 from megatron_ext.cli import options
-from megatron_ext.cli.output import columns, progress, show, table
+from megatron_ext.cli.output import progress, show
+from megatron_ext.files.tables import fill, text_table
 
 
 def add(commands: Any) -> None:
@@ -161,7 +162,7 @@ def _craft_lines(report: dict[str, Any]) -> Iterator[str]:
         "balancedness before": "{balancedness_before:.3f}",
         "after": "{balancedness_after:.3f}",
     }
-    yield table(forms, layers)
+    yield text_table(*fill(forms, layers))
 
 
 def run_eplb(arguments: argparse.Namespace) -> int:
@@ -198,7 +199,7 @@ def _eplb_lines(report: dict[str, Any]) -> Iterator[str]:
         "imbalance before": "{imbalance_before:.3f}",
         "after": "{imbalance_after:.3f}",
     }
-    yield table(forms, report["layers"])
+    yield text_table(*fill(forms, report["layers"]))
 
 
 def run_sem_moe(arguments: argparse.Namespace) -> int:
@@ -240,12 +241,12 @@ def _sem_moe_lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"learned from  {report['samples']} samples, {len(report['layers'])} layers"
     yield ""
     keys = ("local_activation_rate", "imbalance", "load_imbalance_rate")
-    yield columns(
+    yield text_table(
         ("placed", "local activation rate", "imbalance", "load-imbalance rate"),
         [(name, *(f"{one[key]:.3f}" for key in keys)) for name, one in report["measured"].items()],
     )
     yield ""
-    yield columns(
+    yield text_table(
         ("tokens of a sample dealt", "local activation rate", "moved", "sent", "imbalance"),
         [
             (name, *(f"{value:.3f}" for value in one.values()))

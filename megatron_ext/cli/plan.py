@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_ext.cli import options
-from megatron_ext.cli.output import columns, progress, show
+from megatron_ext.cli.output import progress, show
 from megatron_ext.config import OBJECTIVES
+from megatron_ext.files.tables import text_table
+from megatron_ext.words import counted
 
 
 def add(commands: Any) -> None:
@@ -81,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     summary = report["summary"]
-    yield f"{summary['instances']} loads, strategy {summary['strategy']}"
+    yield f"{counted(summary['instances'], 'load')}, strategy {summary['strategy']}"
     yield ""
     rows = (
         ("imbalance before", "imbalance_before", ".3f"),
@@ -93,7 +95,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         ("sends of a rank, most", "max_rank_sends", ".1f"),
         ("solve, microseconds", "solve_us", ".0f"),
     )
-    yield columns(
+    yield text_table(
         ("", "mean", "worst"),
         [
             (title, format(summary[name]["mean"], form), format(summary[name]["worst"], form))

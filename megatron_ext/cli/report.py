@@ -41,8 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_ext.files.opening import is_ours
     from megatron_ext.trainer.reports.read import read_runs
     from megatron_ext.trainer.reports.run_page import FILE, write_run_page
-    from megatron_ext.trainer.reports.summary import summarize_read
-    from megatron_ext.trainer.reports.verdict import verdict
+    from megatron_ext.trainer.reports.verdict import compare
 
     out: Path | None = arguments.out
     options.check_out(arguments)
@@ -50,15 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
     # A folder of another user is only read.
     if out is None and len(arguments.runs) == 1 and is_ours(arguments.runs[0]):
         out = arguments.runs[0] / FILE
+    compared = compare(runs)
     if out is not None:
-        write_run_page(runs, out)
-    summaries = summarize_read(runs)
-    said, unknown = verdict(runs, summaries)
+        write_run_page(runs, out, compared)
     report = {
-        "runs": summaries,
+        "runs": compared.summaries,
         "against": list(runs)[:1] if len(runs) > 1 else [],
-        "verdict": said,
-        "unknown": unknown,
+        "verdict": compared.said,
+        "unknown": compared.unknown,
         "page": None if out is None else str(out),
     }
     return show(arguments, report, _lines, [] if out is None else [out])

@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
         run,
         "predict the step times of strategies for a trace, on other hardware",
         "megatron-ext simulate loads.npz --model qwen3_235b --hardware rack_64 --gpus 256 \\\n"
-        "    --strategies quota,eplb --set num_microbatches=4\n\n"
+        "    --strategies quota,eplb --set data.global_batch_size=2048\n\n"
         "The command always adds two rows to compare with: without balancing, and with ideal\n"
         "routing. balance.link_bandwidth=X and balance.assignment_time=X replace rates of the\n"
         "hardware by rates that a run measured.",
@@ -48,9 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     asked = options.asked(balance)
     hardware = lab.as_measured(machine, shape, balance)
-    setting = lab.Setting(**vars(asked), shape=shape, hardware=hardware, num_gpus=arguments.gpus)
     loads = options.read_trace(arguments, shape.num_experts)
-    options.warn_of_empty_slots(loads, asked, strategies)
+    setting = lab.Setting.of(asked, loads, shape=shape, hardware=hardware, num_gpus=arguments.gpus)
+    options.warn_of_empty_slots(loads, setting, strategies)
     with progress("Simulating", len(loads) * len({lab.NONE, lab.IDEAL, *strategies})) as on_load:
         report = lab.simulate(loads, strategies, setting, on_load=on_load)
     if arguments.out is not None:
@@ -67,7 +67,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield LEGEND
     yield ""
-    yield "A MoE layer, ms:"
+    yield "An MoE layer, ms:"
     yield ""
     yield layer_table(report)
     yield ""

@@ -111,11 +111,7 @@ def _states_by_accounts(job: str) -> dict[str, str]:
 
 
 def _print_new(file: Path, start: int, label: str) -> int:
-    """Print the whole lines of a file from a byte on; return how many bytes they have.
-
-    Raises:
-        NotRegularError: See `whole_lines`.
-    """
+    """Print the whole lines of a file from a byte on; return how many bytes they have."""
     if not file.exists():
         return 0
     num_bytes = 0

@@ -13,6 +13,7 @@ import signal
 import sys
 import unicodedata
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,9 @@ def run(words: list[str]) -> int:
     try:
         variants, config = _trainings(options)
         if slurm.is_here() and options.partition:
-            slurm.check_partitions(options.partition)
+            # A script can be shown where Slurm's controller cannot be asked.
+            with suppress(RuntimeError) if options.dry_run else nullcontext():
+                slurm.check_partitions(options.partition)
         script = render(options, variants, config)
         if not (options.dry_run or slurm.is_here()):
             raise ValueError("there is no Slurm here (no sbatch in PATH); --dry-run shows the job")
@@ -70,7 +73,7 @@ def run(words: list[str]) -> int:
     except ConfigError as error:
         sys.stderr.write("".join(error_line(_PROGRAM, problem) for problem in error.problems))
         return WRONG_USAGE
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         sys.stderr.write(error_line(_PROGRAM, error))
         return WRONG_USAGE if isinstance(error, ValueError) else FAILED
 

@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.cli.output import DONE, columns, show, warn
+from megatron_ext.cli.output import DONE, show, warn
+from megatron_ext.files.tables import text_table
 
 if TYPE_CHECKING:
     from megatron_ext.lab.forecast import Forecast
@@ -234,7 +235,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
             "model.transformer_impl=local counts Megatron's."
         )
     yield ""
-    yield columns(_HEADER, [_row(stage) for stage in report["stages"]])
+    yield text_table(_HEADER, [_row(stage) for stage in report["stages"]])
     yield ""
     yield LEGEND
     if report["memory_bytes"] is not None:
@@ -272,13 +273,13 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         "run measures them)."
     )
     if (moved := report["replication"]) is None:
-        yield "Replication: none."
+        yield "Replication: none, or by earlier loads, predictions or a placement: no forecast."
     else:
         yield _replication_line(moved)
     if (step := report["step"]) is None:
         yield (
-            "Time of a step: the simulator has no model of tensor parallelism, of replicas that "
-            "were placed before, nor of one EP rank."
+            "Time of a step: the simulator has no model of tensor parallelism, of replicas by "
+            "earlier loads, predictions or a placement, nor of one EP rank."
         )
     else:
         yield _step_line(step, report)
@@ -297,10 +298,11 @@ def _step_line(step: dict[str, Any], report: dict[str, Any]) -> str:
     said = f"A step takes {step['step_ms']:.0f} ms by the simulator's model (not measured)"
     if report["config"]["balance"]["strategy"] == "none":
         return f"{said}; {step['share_of_ideal']:.2f} of the speed of even routing."
+    here = " Plans take as long as on this machine." if step["solve_from"] == "here" else ""
     return (
         f"{said} at an imbalance of {report['imbalance']:g}, {step['speed_up']:.2f} x as fast as "
         f"without balancing ({step['without_ms']:.0f} ms), {step['share_of_ideal']:.2f} of the "
-        "speed of even routing."
+        f"speed of even routing.{here}"
     )
 
 

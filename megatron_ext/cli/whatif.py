@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import Any
 
 from megatron_ext.cli import options
@@ -49,10 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     num_experts = None if shape is None else shape.num_experts
     loads = whatif.sample(options.read_trace(arguments, num_experts))
     if shape is not None:
-        asked = Setting(**vars(asked), shape=shape, hardware=hardware, num_gpus=arguments.gpus)
-        if asked.nvlink_domain is None:
-            domain = min(hardware.domain_ranks, loads.load.shape[1])
-            asked = dataclasses.replace(asked, nvlink_domain=domain)
+        asked = Setting.of(asked, loads, shape=shape, hardware=hardware, num_gpus=arguments.gpus)
     with progress("Planning", whatif.count_plans(loads)) as on_load:
         report = whatif.what_if(loads, asked, on_load=on_load)
     if arguments.out is not None:

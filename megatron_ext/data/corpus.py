@@ -139,16 +139,18 @@ def _gather(
 
 
 def _under(
-    roots: Iterable[tuple[Path, str]], is_wanted: Callable[[str], object]
-) -> Iterator[tuple[Path, str]]:
-    """Yield the files below the roots whose own name is wanted, and their names in the corpus.
+    roots: Iterable[tuple[Path, str]],
+    is_wanted: Callable[[str], object],
+    read: Callable[[Path], str] = read_text,
+) -> Iterator[Candidate]:
+    """Yield the files below the roots whose own name is wanted, with what reads their text.
 
-    These begin with the label of a root.
+    Their names in the corpus begin with the label of a root.
     """
     for root, label in roots:
         for name in walk(root):
             if is_wanted(name.rpartition("/")[-1]):
-                yield root / name, f"{label}/{name}"
+                yield Candidate(f"{label}/{name}", partial(read, root / name))
 
 
 def _package_folders() -> Iterator[tuple[Path, str]]:
@@ -173,16 +175,13 @@ def _python_sources() -> Iterator[Candidate]:
 def _c_headers() -> Iterator[Candidate]:
     folders = (Path("/usr/include"), "system"), (Path(sysconfig.get_path("include")), "python")
     roots = [*folders, *_package_folders()]
-    for file, name in _under(roots, lambda name: name.endswith(_HEADER_SUFFIXES)):
-        yield Candidate(name, partial(read_text, file))
+    return _under(roots, lambda name: name.endswith(_HEADER_SUFFIXES))
 
 
 def _licenses() -> Iterator[Candidate]:
-    for file, name in _under([(Path("/usr/share/common-licenses"), "common")], bool):
-        yield Candidate(name, partial(read_text, file))
+    yield from _under([(Path("/usr/share/common-licenses"), "common")], bool)
     roots = [(Path("/usr/share/doc"), "doc"), *_package_folders()]
-    for file, name in _under(roots, _LICENSE_NAME.match):
-        yield Candidate(name, partial(read_text, file))
+    yield from _under(roots, _LICENSE_NAME.match)
 
 
 def _prose() -> Iterator[Candidate]:
@@ -191,10 +190,8 @@ def _prose() -> Iterator[Candidate]:
         yield Candidate(f"manual/{topic}.rst", partial(str, text))
     for file, name in _stdlib_files():
         yield Candidate(f"docstrings/{name}.txt", partial(_docstrings, file))
-    for file, name in _under(_package_folders(), "METADATA".__eq__):
-        yield Candidate(name, partial(_description, file))
-    for file, name in _under(_package_folders(), _is_prose):
-        yield Candidate(name, partial(_mostly_letters, file))
+    yield from _under(_package_folders(), "METADATA".__eq__, _description)
+    yield from _under(_package_folders(), _is_prose, _mostly_letters)
 
 
 def _is_prose(name: str) -> bool:

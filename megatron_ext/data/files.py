@@ -112,9 +112,12 @@ def new_folder(out: Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
     try:
         with named(out):
             yield partial
-        if out.exists():
+        # Without `overwrite` another process may have made it meanwhile: then this rename fails.
+        if overwrite and out.exists():
             out.rename(replaced)
         partial.rename(out)
     finally:
+        if replaced.exists() and not out.exists():
+            replaced.rename(out)
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)

@@ -24,6 +24,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,15 +80,24 @@ class MixedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
             max(1, round(share * DRAWS_PER_PERIOD)) for share in shares.values()
         )
 
+    def order(self) -> dict[str, Any]:
+        """Return what decides which sample comes when, by setting, for JSON."""
+        draws = zip(self._draws_per_period, self._streams, strict=True)
+        return {
+            "seed": self._key,
+            "data.sequence_length": self.sequence_length,
+            "data.micro_batch_size or data.mix_by": self._samples_per_draw,
+            "data.path, data.weights or data.validation_fraction": {
+                stream.name: [draws_of_it, stream.num_windows] for draws_of_it, stream in draws
+            },
+        }
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return microbatch `index` (>= 0) of the whole run, over all data-parallel ranks.
 
         Returns:
             `tokens`, `labels` (the tokens one position later) and `position_ids`, int64, and
             `loss_mask` (ones), float32; all [micro_batch_size, sequence_length] on the CPU.
-
-        Raises:
-            ValueError: A token is not in the vocabulary; the message names file and position.
         """
         if index < 0:
             raise IndexError(f"microbatch {index} must be >= 0")

@@ -79,11 +79,7 @@ class HuggingFaceTokenizer:
 
 @cache
 def vocab_size_of(path: Path) -> int:
-    """Return the number of token ids of a `tokenizer.json`.
-
-    Raises:
-        ModuleNotFoundError, FileNotFoundError, ValueError: As of `HuggingFaceTokenizer`.
-    """
+    """Return the number of token ids of a `tokenizer.json`."""
     return _vocab_size(_read(path)[1])
 
 

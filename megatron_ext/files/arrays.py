@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,25 +88,15 @@ def find_arrays(folder: Path) -> list[Path]:
     return files
 
 
-def read_arrays(
-    path: Path,
-    *,
-    required: tuple[str, ...],
-    optional: tuple[str, ...],
-    check: Callable[[dict[str, np.ndarray]], object],
-) -> dict[str, np.ndarray]:
-    """Read the arrays of these names from an .npz file; other arrays stay unread.
-
-    Before the values are read, `check` gets the arrays with their types and shapes, all zeros, that
-    take no memory.
+@contextmanager
+def open_arrays(path: Path, required: Collection[str]) -> Iterator[Any]:
+    """Open an .npz file that has the required arrays; `outline` and `values_of` read from it.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The file is no .npz file, is damaged, lacks a required array, or holds a larger
-            one than any such file; or `check` raises it.
+        ValueError: It is no .npz file, is damaged, or lacks a required array.
     """
     check_archive(path)
-    arrays = {}
     with open_regular(path, follow=True) as file:
         try:
             archive = np.load(file, allow_pickle=False)
@@ -114,11 +105,7 @@ def read_arrays(
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise ValueError(f"{path} holds one array, not an archive: write it with numpy.savez")
         check_names(path, archive.files, required)
-        for name in (*required, *optional):
-            if name in archive.files:
-                arrays[name] = _outline(path, archive, name)
-        check(arrays)
-        return {name: _read_array(path, archive, name) for name in arrays}
+        yield archive
 
 
 def names_of(path: Path) -> list[str]:
@@ -170,33 +157,36 @@ def check_archive(path: Path) -> None:
         raise ValueError(f"{path} is no .npz file: write it with numpy.savez")
 
 
-def _outline(path: Path, archive: Any, name: str) -> np.ndarray:
-    """Return an array of the type and shape that the header of an array says."""
-    try:
-        with archive.zip.open(f"{name}.npy") as member:
-            version = np.lib.format.read_magic(member)
-            read = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
-            shape, _, dtype = read(member)
+def outline(path: Path, archive: Any, name: str) -> np.ndarray:
+    """Return zeros, which take no memory, of the type and shape that an array's header says."""
+    with _member(path, archive, name) as member:
+        version = np.lib.format.read_magic(member)
+        read = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
+        shape, _, dtype = read(member)
         if math.prod(shape) * dtype.itemsize > _MOST_BYTES:
             raise ValueError(f"{list(shape)} of {dtype} are more than {_MOST_BYTES} bytes")
         return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def values_of(path: Path, archive: Any, name: str) -> np.ndarray:
+    """Return an array with its values."""
+    with _member(path, archive, name) as member:
+        values: np.ndarray = np.lib.format.read_array(member, allow_pickle=False)
+        return values
+
+
+@contextmanager
+def _member(path: Path, archive: Any, name: str) -> Iterator[Any]:
+    """Open the file of an array in an archive, always the same: another may have the bare name."""
+    try:
+        with archive.zip.open(f"{name}.npy") as member:
+            yield member
     except Exception as error:  # Damage can have NumPy and zipfile raise anything.
         raise ValueError(f"{path}: {name} cannot be read ({error})") from error
 
 
-def _read_array(path: Path, archive: Any, name: str) -> np.ndarray:
-    try:
-        return archive[name]
-    except Exception as error:  # As above.
-        raise ValueError(f"{path}: {name} cannot be read ({error})") from error
-
-
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray | Tensor], *, overwrite: bool) -> None:
-    """Write arrays by name into an .npz file, whole or not at all.
-
-    Raises:
-        FileExistsError: The file exists and is not to be replaced.
-    """
+    """Write arrays by name into an .npz file, whole or not at all; errors are of `check_free`."""
     check_free(path, overwrite=overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     with (

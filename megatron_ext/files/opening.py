@@ -151,7 +151,6 @@ def open_own(path: Path, flags: int = 0) -> int:
 
     Raises:
         NotRegularError: It is something else, or has another name.
-        OSError: It cannot be opened.
     """
     check_writes(path)
     flags |= os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW

@@ -24,12 +24,9 @@ _SCHEMA = Schema(
 
 
 def read_layout(path: Path) -> dict[int, np.ndarray]:
-    """Read an arrangement of experts, from a file of its own or a file of semantics.
+    """Read an arrangement: by each layer's number, the logical expert at each position, int64 [E].
 
     Errors are those of `Schema.read`.
-
-    Returns:
-        By each layer's number, the logical expert at each position: int64 [E].
     """
     arrays = _SCHEMA.read(path)
     layer, expert = arrays["layer"], arrays["expert"]

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ext.files.arrays import read_arrays
+from megatron_ext.files.arrays import open_arrays, outline, values_of
 
 _MAY_BE_NONE = "S"
 _WORDS = {"E": "experts", "R": "ranks"}
@@ -68,14 +68,12 @@ class Schema:
         """
         # Short ones first: of a file of another kind, the array named as missing is the simplest.
         names = sorted(self.arrays, key=lambda name: self.arrays[name].axes.count(" "))
-        sizes: dict[str, int] = {}
-        arrays = read_arrays(
-            path,
-            required=tuple(name for name in names if self.arrays[name].required),
-            optional=tuple(name for name in names if not self.arrays[name].required),
-            check=lambda outlines: sizes.update(self._check_outlines(path, outlines)),
-        )
-        present = {name: array for name, array in self.arrays.items() if name in arrays}
+        required = [name for name in names if self.arrays[name].required]
+        with open_arrays(path, required) as archive:
+            present = {name: array for name, array in self.arrays.items() if name in archive.files}
+            outlines = {name: outline(path, archive, name) for name in present}
+            sizes = self._check_outlines(path, outlines)
+            arrays = {name: values_of(path, archive, name) for name in present}
         for name, array in present.items():
             if _lacks_first(arrays[name], array):
                 arrays[name] = arrays[name][None]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from prettytable import PrettyTable, TableStyle
+if TYPE_CHECKING:  # Else imported where a table is made: not every command makes one.
+    from prettytable import PrettyTable
 
 Cells: TypeAlias = tuple[Sequence[str], Sequence[Sequence[str]]]
 """Header and rows of a table."""
@@ -42,6 +43,8 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     | :----|----: |
     | none |  2.5 |
     """
+    from prettytable import TableStyle
+
     table = _table(header, rows)
     table.set_style(TableStyle.MARKDOWN)
     _align(table)  # Which the style has undone.
@@ -54,6 +57,8 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> PrettyTable:
+    from prettytable import PrettyTable
+
     table = PrettyTable(list(header))
     table.add_rows([list(row) for row in rows])
     _align(table)

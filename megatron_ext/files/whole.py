@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -31,6 +32,28 @@ def check_room(folder: Path, num_bytes: int) -> None:
         raise OSError(
             error.errno, f"{error.strerror}: there must be room for {num_bytes:,} bytes", str(there)
         ) from None
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep other callers out of a folder until this one, or its process, ends; not on NFS.
+
+    The folder is there, and may be renamed meanwhile.
+
+    Raises:
+        FileExistsError: Another caller is in it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileExistsError(f"another process writes in {folder}") from None
+        except OSError:  # Not every file system locks folders.
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

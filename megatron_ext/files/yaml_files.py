@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException
 
 from megatron_ext.arguments import one_line
 from megatron_ext.files.opening import NotRegularError, read_regular
 from megatron_ext.words import did_you_mean
-
-T = TypeVar("T")
 
 _MOST_BYTES = 1 << 20
 _MOST_NODES = 10_000
@@ -137,30 +135,3 @@ def check_yaml(path: Path, *, follow: bool = True) -> str:
             if problem is not None:
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
     return text
-
-
-def read_into(
-    fields: type[T], content: Mapping[str, Any], path: Path, overrides: Sequence[str] = ()
-) -> T:
-    """Make a dataclass from a file's mapping: keys are its fields, values have their types.
-
-    `content` is of `read_yaml`, `path` for messages. `overrides` replace the file's values, each as
-    `name=value`.
-
-    Raises:
-        ValueError: A field is missing, unknown or of a wrong type, or the dataclass refuses a
-            value; the message names file and field.
-    """
-    try:
-        merged = OmegaConf.merge(
-            OmegaConf.structured(fields), dict(content), OmegaConf.from_dotlist([*overrides])
-        )
-        if missing := sorted(OmegaConf.missing_keys(merged)):
-            raise ValueError(f"{path} has no {', '.join(missing)}")
-        made = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        # OmegaConf names the field on a line of its own for a wrong value, but not for a wrong key.
-        field = f"{error.full_key}: " if isinstance(error, ValidationError) else ""
-        raise ValueError(f"{path}: {field}{str(error).splitlines()[0]}") from None
-    assert isinstance(made, fields)
-    return made

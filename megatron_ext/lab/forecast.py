@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_ext.balance.costs import LayerCosts
-from megatron_ext.balance.in_order import PlannerInOrder
 from megatron_ext.balance.metrics import home_loads, imbalances
+from megatron_ext.balance.solve import PlannerInOrder
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
+from megatron_ext.balance.strategies.strategy import Solves
 from megatron_ext.files.loads import Loads
 from megatron_ext.lab.hardware import Hardware
 from megatron_ext.lab.planning import Asked
@@ -65,6 +66,8 @@ class StepForecast:
     """The same without balancing."""
     share_of_ideal: float
     """Of the speed of forced even routing."""
+    solve_from: str | None
+    """`hardware` if its file has the time of a plan, `here` if that is as on this machine."""
 
     @property
     def speed_up(self) -> float:
@@ -78,11 +81,11 @@ class Forecast(NamedTuple):
     costs: LayerCosts | None = None
     """What `balance.objective=time` plans by; None for a model without experts."""
     replication: Replication | None = None
-    """None if the run makes no plans, or has nobody to share with."""
+    """None if the run makes no plans, has nobody to share with, or places replicas by what only the
+    run knows: earlier loads, predictions, a placement."""
     step: StepForecast | None = None
     """None where the simulator has no model of the run: with tensor parallelism, also of experts
-    alone, with replicas that were placed before, for one EP rank, and for strategies that neither
-    plan nor leave Megatron's layers."""
+    alone, for one EP rank, and without `replication`, unless the strategy is `none`."""
 
 
 def forecast(
@@ -117,8 +120,8 @@ def forecast(
 
 
 def _makes_plans(config: TrainConfig) -> bool:
-    strategy = get_strategy(config.balance.strategy)
-    return strategy.kind is strategy.planner
+    # The loads here follow no others: there is no history, and nothing to predict from.
+    return isinstance(get_strategy(config.balance.strategy).kind, Solves)
 
 
 def _replication(
@@ -164,6 +167,7 @@ def _step(
         step_ms=of[name]["step_ms"],
         without_ms=of[NONE]["step_ms"],
         share_of_ideal=of[name]["share_of_ideal"],
+        solve_from=of[name].get("solve_from"),
     )
 
 

@@ -15,12 +15,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
-
-from megatron_ext.balance.strategies import STRATEGIES
+from megatron_ext.balance.strategies import unknown_strategy
 from megatron_ext.config import check_fields, limits
 from megatron_ext.files.recipes import shipped_recipes
-from megatron_ext.files.yaml_files import find_file, read_into, read_yaml
+from megatron_ext.files.yaml_files import find_file, read_yaml
 from megatron_ext.trainer.config import TrainConfig
 
 SOLVED_RANKS = 64
@@ -33,22 +31,6 @@ H100 takes 20.4 us for 8 ranks and 41.3 for 64."""
 _POSITIVE, _SHARE = limits(above=0), limits(above=0, most=1)
 _MOST_RANKS = 1_000_000
 """Far more than any machine has."""
-
-
-@dataclass
-class _Constant:
-    """One number of a file."""
-
-    value: Any = MISSING
-    source: str = MISSING
-
-
-@dataclass
-class _File:
-    """The part of a hardware file that is read."""
-
-    summary: str = ""
-    constants: dict[str, _Constant] = MISSING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +80,8 @@ class Hardware:
         """Check every constant."""
         check_fields(self)
         for strategy, time in self.solve_us.items():
+            if problem := unknown_strategy(strategy):
+                raise ValueError(f"solve_us of {problem}")
             if not 0 <= time < math.inf:
                 raise ValueError(f"solve_us.{strategy} ({time}) must be >= 0 and finite")
 
@@ -120,11 +104,7 @@ def read_hardware(name_or_file: str) -> Hardware:
 
 
 def recipe_hardware(config: TrainConfig) -> Hardware | None:
-    """Return the machine that a recipe is for; None if it names none.
-
-    Raises:
-        ValueError: A constant or a source is missing, or a value is wrong; the message says which.
-    """
+    """Return the machine that a recipe is for, as `read_hardware`; None if it names none."""
     named = config.hardware
     if not named.constants:
         return None
@@ -139,25 +119,16 @@ def _hardware(content: dict[str, Any], path: Path) -> Hardware:
     known = constants()
     if unknown := sorted(set(given) - set(known)):
         raise ValueError(f"{path}: unknown constant {unknown[0]!r}; known: {', '.join(known)}")
-    for name in known:
-        if not isinstance(given.get(name), dict):  # Also no reference to something of another kind.
-            raise ValueError(f"{path}: {name} must be there, as {{value: ..., source: ...}}")
-    filed = read_into(
-        _File, {name: content[name] for name in ("summary", "constants") if name in content}, path
-    )
     values, sources = {}, {}
-    for name, constant in filed.constants.items():
-        if not constant.source.strip():
+    for name in known:
+        constant = given.get(name)
+        if not isinstance(constant, dict) or constant.keys() != {"value", "source"}:
+            raise ValueError(f"{path}: {name} must be there, as {{value: ..., source: ...}}")
+        values[name], sources[name] = constant["value"], str(constant["source"] or "").strip()
+        if not sources[name]:
             raise ValueError(f"{path}: {name} must say its source")
-        values[name], sources[name] = constant.value, constant.source
-    if not isinstance(values["solve_us"], dict):
-        raise ValueError(f"{path}: solve_us must be microseconds by strategy")
-    strategies = ", ".join(sorted(STRATEGIES))
-    if unknown := sorted(set(map(str, values["solve_us"])) - set(STRATEGIES)):
-        raise ValueError(
-            f"{path}: solve_us of unknown strategy {unknown[0]!r}; known: {strategies}"
-        )
+    summary = str(content.get("summary") or "")
     try:
-        return Hardware(name=path.stem, summary=filed.summary, sources=sources, **values)
+        return Hardware(name=path.stem, summary=summary, sources=sources, **values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

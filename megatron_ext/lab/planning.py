@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
+import torch
 from torch import Tensor
 
 from megatron_ext.balance.bounds import lower_bound
-from megatron_ext.balance.in_order import PlannerInOrder
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads, imbalance
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.plan_metrics import max_fanouts, rank_sends
 from megatron_ext.balance.planner import plan_layout
+from megatron_ext.balance.solve import PlannerInOrder
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.balance.strategies.strategy import FromHistory
 from megatron_ext.config import BalanceConfig, HistorySettings
@@ -73,6 +74,19 @@ class Planned:
     solve_us: float
     """Microseconds of the call of `plan_in_order` that made the plan, including its work in Python
     and the replicas it places for later loads."""
+
+
+def in_two(plan: BalancePlan, placed: Tensor) -> tuple[BalancePlan, BalancePlan]:
+    """Return the replicas of a forward that move by a prediction, and those that the plan adds.
+
+    Both are as plans, whose quotas count for nothing; also of a batch, with `placed` [B, R, S].
+    """
+    held = plan.experts_in_slots
+    added = torch.where(held == placed, -1, held)
+    return (
+        dataclasses.replace(plan, experts_in_slots=placed),
+        dataclasses.replace(plan, experts_in_slots=added),
+    )
 
 
 def read_name(name: str) -> tuple[str, bool]:

@@ -32,13 +32,15 @@ from megatron_ext.files.whole import write_whole
 from megatron_ext.lab.planning import (
     Asked,
     Planned,
+    in_two,
     make_planners,
     missing_history,
     plan_loads,
     read_name,
 )
-from megatron_ext.methods.libra.libra import split_over_placed
+from megatron_ext.methods.craft import craft
 from megatron_ext.trainer.reports.page import Page, page_html, part, sentences, wide
+from megatron_ext.words import counted
 
 Measured = Mapping[str, np.ndarray]
 """Measures of each load, float64 [B]: what `_measure` returns, and `solve_us` as in `Planned`."""
@@ -106,15 +108,9 @@ def replay(
 
     Strategies are names of planners; `quota:time` is the fastest, and only for it costs count. Each
     layer has a history of its own. `on_load` is called with 1 after every plan.
-
-    Raises:
-        ValueError: A strategy is there twice or makes no plans, or a setting is out of range.
     """
-    planners = {}
-    for name in strategies:
-        if name in planners:
-            raise ValueError(f"strategy {name!r} is there twice")
-        planners[name] = make_planners(loads, *asked.by_name(name))
+    # All before the first plans: what is wrong is said at once.
+    planners = {name: make_planners(loads, *asked.by_name(name)) for name in strategies}
     replayed: dict[str, Measured] = {}
     for name, of_loads in planners.items():
         planned = plan_loads(loads, of_loads, on_load=on_load)
@@ -133,9 +129,9 @@ def _measure(
 ) -> dict[str, np.ndarray]:
     """Return the numbers of some loads' plans.
 
-    For strategies that predict also what became of the placed replicas (`replica_use`), and
-    `imbalance_of_placed`: of the best split over the placed replicas alone, without replicas that
-    were added when the load was known.
+    For strategies that predict also what became of the placed replicas (`replica_use`), the
+    `max_rank_sends_of_forward`, wasted replicas among them, and `imbalance_of_placed`: of the best
+    split over the placed replicas alone, without replicas that were added when the load was known.
     """
     plan = stack_plans([one.plan for one in planned], planned[0].plan.layout)
     rank_loads = plan.rank_loads()
@@ -150,10 +146,12 @@ def _measure(
     }
     if placed := [one.placed for one in planned if one.placed is not None]:
         alone = [
-            split_over_placed(one, there, plan.layout, planning).rank_loads()
+            craft.share(one, there, plan.layout, planning).rank_loads()
             for one, there in zip(load, placed, strict=True)
         ]
         measures |= replica_use(torch.stack(placed), plan)
+        ahead, added = (rank_sends(part) for part in in_two(plan, torch.stack(placed)))
+        measures["max_rank_sends_of_forward"] = (ahead + added).amax(-1)
         measures["imbalance_of_placed"] = imbalances(torch.stack(alone))
     return {name: values.double().numpy() for name, values in measures.items()}
 
@@ -169,9 +167,9 @@ def make_report(
         `title`, `settings` and the sizes of the trace; `missing_history`, what `missing_history`
         says of these loads; `never_acted`, the strategies without a replica for any load. If
         `expert_bytes` is given, the report has it too, and each strategy has `slot_bytes`, the
-        weights that all sets of a rank's slots hold, and two means over the loads: `moved_bytes`,
-        the weights of all replicas, also of wasted ones, and `sent_bytes`, the weights of used
-        replicas that the busiest sender sends.
+        weights that all sets of a rank's slots hold, and two means over the loads, also of wasted
+        replicas: `moved_bytes`, the weights of all replicas, and `sent_bytes`, those that the
+        busiest sender sends.
     """
     layers = np.array(loads.layers())
     before = {"imbalance": imbalances(home_loads(loads.load)).numpy()}
@@ -188,7 +186,8 @@ def make_report(
             of["slot_bytes"] = expert_bytes * num_slots * sets
             moved = of["replicas_mean"] + of.get("wasted_replicas_mean", 0.0)
             of["moved_bytes"] = expert_bytes * moved
-            of["sent_bytes"] = expert_bytes * of["max_rank_sends_mean"]
+            sends = of.get("max_rank_sends_of_forward_mean", of["max_rank_sends_mean"])
+            of["sent_bytes"] = expert_bytes * sends
         of["layers"] = {
             str(layer): _summarize(
                 {key: values[layers == layer] for key, values in measured.items()}
@@ -196,8 +195,8 @@ def make_report(
             for layer in names
         }
     return {
-        "title": f"{batch} loads of {len(names)} layers, {ranks} ranks, {experts} experts, "
-        f"{asked.slots} slots",
+        "title": f"{counted(batch, 'load')} of {counted(len(names), 'layer')}, "
+        f"{counted(ranks, 'rank')}, {counted(experts, 'expert')}, {counted(asked.slots, 'slot')}",
         "loads": batch,
         "ranks": ranks,
         "experts": experts,
@@ -352,6 +351,5 @@ def never_acted(report: Mapping[str, Any]) -> list[str]:
         return []
     return [
         f"Never acted, so the same as without balancing: {', '.join(idle)}. Possible reasons: no "
-        "history yet, even loads, no slots, or loads below the least replica "
-        "(balance.min_quota, balance.llep.min_tokens_per_gemm)."
+        "history yet, even loads, no slots, or loads below the least replica (balance.min_quota)."
     ]

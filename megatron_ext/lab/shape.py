@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+
 from megatron_ext.config import ConfigError
 from megatron_ext.files.recipes import recipe_names, shipped_recipes
-from megatron_ext.files.yaml_files import find_file, read_into, read_yaml
+from megatron_ext.files.yaml_files import find_file, read_yaml
 from megatron_ext.trainer.model.shape import ModelShape, shape_of
 
 
@@ -35,7 +38,7 @@ def read_shape(name_or_file: str, overrides: Sequence[str]) -> ModelShape:
     """
     path, recipes = Path(name_or_file), shipped_recipes()
     if not is_recipe(name_or_file):
-        return read_into(ModelShape, {"name": path.stem} | read_yaml(path), path, overrides)
+        return _read_file(path, overrides)
     name = path.stem if path.is_file() else name_or_file
     begun = [each for each in recipe_names(recipes) if each.startswith(f"{name}_")]
     if len(begun) != 1 or name in recipe_names(recipes):
@@ -57,3 +60,20 @@ def read_shape(name_or_file: str, overrides: Sequence[str]) -> ModelShape:
         if size > 1:
             raise ValueError(f"{setting} ({size}) must be 1: tensor parallelism is not simulated")
     return shape_of(config, begun[0])
+
+
+def _read_file(path: Path, overrides: Sequence[str]) -> ModelShape:
+    fields = {"name": path.stem} | read_yaml(path)
+    try:
+        merged = OmegaConf.merge(
+            OmegaConf.structured(ModelShape), fields, OmegaConf.from_dotlist([*overrides])
+        )
+        if missing := sorted(OmegaConf.missing_keys(merged)):
+            raise ValueError(f"{path} has no {', '.join(missing)}")
+        shape = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        # OmegaConf names the field on a line of its own for a wrong value, but not for a wrong key.
+        field = f"{error.full_key}: " if isinstance(error, ValidationError) else ""
+        raise ValueError(f"{path}: {field}{str(error).splitlines()[0]}") from None
+    assert isinstance(shape, ModelShape)
+    return shape

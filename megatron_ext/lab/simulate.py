@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,11 @@ from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import fill, markdown_table
 from megatron_ext.files.whole import write_whole
 from megatron_ext.lab.hardware import FIXED_SOLVE, SOLVED_RANKS, Hardware, constants
-from megatron_ext.lab.planning import Asked, make_planners, plan_loads
+from megatron_ext.lab.planning import Asked, Planned, in_two, make_planners, plan_loads
 from megatron_ext.trainer.model.shape import ModelShape
 from megatron_ext.transport import Transfers
 from megatron_ext.transport.relay import compile_copies
+from megatron_ext.words import counted
 
 IDEAL = "ideal"
 NONE = "none"
@@ -49,14 +51,15 @@ LEFT_OUT = (
     "which tokens leave a domain: remote ones are spread evenly over the other ranks",
     "transfers between pipeline stages; stages that differ (each counts as the slowest)",
     "other EP groups: all have the loads of this trace, at the same time",
-    "embeddings, and balancing on the host beside planning: gathering loads, splitting quotas",
+    "embeddings, and balancing on the host beside planning: gathering loads, splitting quotas, "
+    "predicting loads and placing by that",
     "how an allocator fares with the sizes of one load: a rate has what it costs on average",
     "memory, which `train --dry-run` counts",
 )
 """What the simulation leaves out; part of every report."""
 
 LEGEND = (
-    "Imbalance: busiest rank / mean. Layer: forward and backward of a MoE layer. Vs none: more "
+    "Imbalance: busiest rank / mean. Layer: forward and backward of an MoE layer. Vs none: more "
     "tokens/s.\nVs ideal: share of its tokens/s. Times are means over the loads."
 )
 """Explains the columns of `overall_table`."""
@@ -92,9 +95,11 @@ class Machine:
     @property
     def costs(self) -> LayerCosts:
         """Costs of one MoE layer's forward, for the parts that depend on the plan."""
-        hardware = self.hardware
-        # The share of the EP group's other ranks that are outside a rank's domain.
-        outside = max(self.ep_size - hardware.domain_ranks, 0) / max(self.ep_size - 1, 1)
+        hardware, ranks = self.hardware, self.ep_size
+        # The share of the EP group's other ranks that are outside the domain of a rank: of the
+        # ranks in the last domain, which has fewest of the group.
+        last = ranks % hardware.domain_ranks or min(ranks, hardware.domain_ranks)
+        outside = (ranks - last) / max(ranks - 1, 1)
         slowest = max((1 - outside) / hardware.token_bandwidth, outside / hardware.outer_bandwidth)
         expert_flops_per_s = hardware.peak_flops_per_s * hardware.expert_efficiency
         return LayerCosts(
@@ -214,6 +219,29 @@ class Setting(Asked):
     num_gpus: int | None
     """Ranks of the whole training; None is one EP group in each pipeline stage."""
 
+    @classmethod
+    def of(cls, asked: Asked, loads: Loads, **known: Any) -> Setting:
+        """Return the setting; without `nvlink_domain`, with that of a run on the machine.
+
+        These are as many ranks as reach each other, or all if none do (`choose_transport`).
+
+        Raises:
+            ValueError: The tokens of the loads have fewer choices than those of the model.
+        """
+        setting, ranks = cls(**vars(asked), **known), loads.load.shape[1]
+        of_ranks, topk = loads.load[loads.load.any(-1)], setting.shape.topk
+        # A token chooses an expert once at most.
+        choices = of_ranks.sum(-1).double() / of_ranks.amax(-1)
+        if len(choices) and (most := float(choices.min())) < topk:
+            raise ValueError(
+                f"the tokens of the loads choose at most {most:.3g} experts each, those of the "
+                f"model {setting.shape.name} {topk}: --set topk, or model.topk of a recipe"
+            )
+        reach = setting.hardware.domain_ranks
+        near = math.gcd(ranks, reach) if reach < ranks else ranks
+        domain = asked.nvlink_domain or (near if near > 1 else ranks)
+        return dataclasses.replace(setting, nvlink_domain=domain)
+
     def machine(self, loads: Loads) -> Machine:
         """Return the model on its machine, with the ranks and tokens of a trace.
 
@@ -266,12 +294,7 @@ def simulate(
 
     Strategies are named as in `replay`. Loads are in the order of time, and a microbatch's loads
     stand for all its layers. `on_load` is called with 1 after every plan.
-
-    Raises:
-        ValueError: A strategy is there twice or makes no plans, or sizes do not fit each other.
     """
-    if len(set(strategies)) < len(strategies):
-        raise ValueError(f"a strategy is there twice in {', '.join(strategies)}")
     machine = setting.machine(loads)
     costs = machine.costs  # Refuses what no machine can take before anything is planned.
     if setting.planning.costs is None:
@@ -297,9 +320,8 @@ def _result_of(
         loads = dataclasses.replace(loads, load=even_load(loads.load))
     planners = make_planners(loads, planner, asked)
     planned = list(plan_loads(loads, planners, on_load=on_load))
-    plans = [one.plan for one in planned]
     if planner == NONE:
-        return _summarize(machine, loads, plans, solve_s=0.0, slots=0)
+        return _summarize(machine, loads, planned, solve_s=0.0, slots=0)
     ranks, experts = machine.ep_size, machine.shape.num_experts
     slots = get_strategy(strategy).num_slots(setting.slots, experts // ranks)
     # Planning takes the hardware file's time, for as many ranks; else the time it took here.
@@ -309,7 +331,7 @@ def _result_of(
     else:
         solve_from = "here"
         solve_s = float(np.median([one.solve_us for one in planned])) * 1e-6
-    numbers = _summarize(machine, loads, plans, solve_s=solve_s, slots=slots)
+    numbers = _summarize(machine, loads, planned, solve_s=solve_s, slots=slots)
     return numbers | {"solve_from": solve_from}
 
 
@@ -320,8 +342,9 @@ def _report(
     ranks, num_gpus, tokens = machine.ep_size, machine.num_gpus, machine.tokens
     return {
         "title": f"{shape.name} on {num_gpus} x {hardware.name}: EP {ranks}, PP {shape.pp_size}, "
-        f"{tokens:.0f} tokens a rank in a microbatch, {shape.num_microbatches} microbatches, "
-        f"{len(loads)} loads, {slots} slots",
+        f"{tokens:.0f} tokens a rank in a microbatch, "
+        f"{counted(shape.num_microbatches, 'microbatch')}, {counted(len(loads), 'load')}, "
+        f"{counted(slots, 'slot')}",
         "model": dataclasses.asdict(shape),
         "hardware": {
             "name": hardware.name,
@@ -340,11 +363,11 @@ def _report(
 
 
 def _summarize(
-    machine: Machine, loads: Loads, plans: Sequence[BalancePlan], *, solve_s: float, slots: int
+    machine: Machine, loads: Loads, planned: Sequence[Planned], *, solve_s: float, slots: int
 ) -> dict[str, Any]:
     """Return the numbers of one strategy; times are means over the loads."""
     shape = machine.shape
-    forward, backward = _layer_times(machine, loads.load, plans, solve_s=solve_s, slots=slots)
+    forward, backward = _layer_times(machine, loads.load, planned, solve_s=solve_s, slots=slots)
     layers = shape.num_moe_layers / shape.pp_size
     layer_s = sum(float(part.mean()) for times in (forward, backward) for part in times.values())
     microbatch_s = layers * layer_s + machine.outside_layers_s()
@@ -352,7 +375,7 @@ def _summarize(
     # 1F1B; with several model chunks on a stage the pipeline fills in smaller steps.
     turns = shape.num_microbatches + (shape.pp_size - 1) / shape.vpp_size
     step_s = turns * microbatch_s + machine.after_backward_s(backward_s)
-    rank_loads = torch.stack([plan.rank_loads() for plan in plans])
+    rank_loads = torch.stack([one.plan.rank_loads() for one in planned])
     dp_size = machine.num_gpus // shape.pp_size
     tokens = machine.tokens * shape.num_microbatches * dp_size
     return {
@@ -370,7 +393,7 @@ def _summarize(
 
 
 def _layer_times(
-    machine: Machine, load: Tensor, plans: Sequence[BalancePlan], *, solve_s: float, slots: int
+    machine: Machine, load: Tensor, planned: Sequence[Planned], *, solve_s: float, slots: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the exposed seconds of one MoE layer, float64 [B] by part: forward and backward.
 
@@ -383,24 +406,33 @@ def _layer_times(
 
     What moves beside computation costs the time by which it is longer. Transfers take turns on the
     links, so the tokens' hide nothing. Forward is UltraEP's Eq. 1, and runs beside the shared
-    expert. In backward, the layer above's gradients and then this layer's weights move beside the
-    layer above's dense part, and weights beside what is recomputed in front of this layer's
-    experts. The second forward uses the same plan and the same replicas.
+    expert. Replicas placed by a prediction, used or not, have moved before, beside the experts of
+    the layer below and what is dense between the two. In backward, the layer above's gradients and
+    then this layer's weights move beside the layer above's dense part, and weights beside what is
+    recomputed in front of this layer's experts. The second forward uses the same plan and the same
+    replicas.
     """
     costs, shape, hardware = machine.costs, machine.shape, machine.hardware
     picoseconds = torch.stack(
         [
-            torch.stack(costs.layer_parts(one, plan, timed_sends(plan, hardware)))
-            for one, plan in zip(load, plans, strict=True)
+            torch.stack(costs.layer_parts(one, each.plan, timed_sends(each.plan, hardware)))
+            for one, each in zip(load, planned, strict=True)
         ]
     )
     weights, tokens, experts = (picoseconds.double() * 1e-12).unbind(-1)
+    ahead, behind = torch.zeros_like(weights), weights
+    if pairs := [in_two(one.plan, one.placed) for one in planned if one.placed is not None]:
+        sends = torch.tensor(
+            [[int(timed_sends(part, hardware).max()) for part in pair] for pair in pairs]
+        )
+        ahead, behind = ((sends * costs.picoseconds[0]).double() * 1e-12).unbind(-1)
     reroute = machine.reroute_s(slots) if slots else 0.0
     dense = torch.full_like(weights, machine.dense_s(shape.dense_flops(shape.moe_dense_params)))
     beside = hardware.overlap * machine.dense_s(2.0 * shape.shared_expert_params)
+    late = (ahead - hardware.overlap * (experts + dense) + beside).clamp(min=0.0)
     forward = {
         "solve": torch.full_like(weights, max(solve_s - beside, 0.0)),
-        "weights": (weights - max(beside - solve_s, 0.0)).clamp(min=reroute),
+        "weights": (late + behind - max(beside - solve_s, 0.0)).clamp(min=reroute),
         "tokens": tokens,
         "experts": experts,
         "dense": dense,
@@ -448,7 +480,7 @@ def overall_table(report: Mapping[str, Any]) -> str:
 
 
 def layer_table(report: Mapping[str, Any]) -> str:
-    """Return where a MoE layer's time goes, as a Markdown table, in milliseconds.
+    """Return where an MoE layer's time goes, as a Markdown table, in milliseconds.
 
     A line below names the strategies whose planning was timed on this machine, because the hardware
     file does not give it.
@@ -486,7 +518,7 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> None:
     left_out = "\n".join(f"- {what}" for what in report["left_out"])
     text = (
         f"# Simulation\n\n{report['title']}.\n\n{overall_table(report)}\n\n{LEGEND}\n\n"
-        f"## A MoE layer, ms\n\n{layer_table(report)}\n\n"
+        f"## An MoE layer, ms\n\n{layer_table(report)}\n\n"
         f"## Constants of {report['hardware']['name']}\n\n"
         "In bytes, seconds and FLOPs, rates per second and rank; `solve_us` in microseconds.\n\n"
         f"{markdown_table(('constant', 'value', 'source'), rows)}\n\n"

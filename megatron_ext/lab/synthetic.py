@@ -77,11 +77,7 @@ class LoadSpec:
 
 
 def make_spec(kind: str, **given: Any) -> LoadSpec:
-    """Return a spec with the kind's own defaults.
-
-    Raises:
-        ValueError: There is no such kind, a value is out of range or means nothing to the kind.
-    """
+    """Return a spec with the kind's own defaults."""
     settings = [name for name in ("exponent", "imbalance", "share") if name in given]
     return LoadSpec(**{**get_kind(kind, settings).defaults, **given})
 

@@ -23,7 +23,7 @@ from megatron_ext.lab.planning import Asked
 from megatron_ext.lab.replay import replay
 from megatron_ext.lab.simulate import LEFT_OUT, NONE, Setting, simulate
 from megatron_ext.trainer.reports.page import Page, page_html, part, sentences, wide
-from megatron_ext.words import ranges
+from megatron_ext.words import counted, ranges
 
 STRATEGY = "quota"
 SLOTS = (1, 2, 4, 8)
@@ -97,6 +97,7 @@ def what_if(
     by = "imbalance" if tried[0]["step_ms"] is None else "step_ms"
     enough = (1 + GOOD_ENOUGH) * min(one[by] for one in tried)
     best = next(one for one in tried if one[by] <= enough)
+    before, after = best["of_loads"]
     asked = dataclasses.replace(asked, slots=best["slots"])
     setting = asked if isinstance(asked, Setting) else None
     tokens = float(loads.load.sum((-2, -1)).double().mean()) / experts
@@ -113,9 +114,8 @@ def what_if(
         "tried": [{key: value for key, value in one.items() if key != "of_loads"} for one in tried],
         **{name: best[name] for name in (*taken, "imbalance_before", "imbalance", "replicas")},
         "capacity_factor": {
-            # Rounded up to hundredths, but for what is off by float's last digits.
-            when: math.ceil(best[worst] * 100 - 1e-6) / 100
-            for when, worst in (("before", "imbalance_before_worst"), ("after", "imbalance_worst"))
+            "before": _capacity_factor(loads, before, 0.0),
+            "after": _capacity_factor(loads, after, asked.planning.tolerance),
         },
         "layers": _layers(loads, setting, best["of_loads"], on_load),
         "break_even": setting and _break_even(loads, setting, tokens),
@@ -155,6 +155,18 @@ def _imbalances(before: np.ndarray, after: np.ndarray) -> dict[str, float]:
     of = {"imbalance_before": before, "imbalance": after}
     worst = {f"{name}_worst": float(values.max()) for name, values in of.items()}
     return {name: float(values.mean()) for name, values in of.items()} | worst
+
+
+def _capacity_factor(loads: Loads, imbalance: np.ndarray, tolerance: float) -> float:
+    """Return the least factor that drops nothing, in hundredths, as a balanced layer asks for it.
+
+    HybridEP leaves a row empty, and a layer has room for all that its tolerance allows
+    (`mcore/capacity.py`).
+    """
+    mean = loads.load.sum((1, 2)).numpy() / loads.load.shape[1]
+    needed = (imbalance + 1 / np.where(mean > 0, mean, np.inf)).max()
+    # But for what is off by float's last digits.
+    return math.ceil(max(needed, 1 + tolerance) * 100 - 1e-6) / 100
 
 
 def _layers(
@@ -251,7 +263,7 @@ def answers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         (
             "rank capacity factor",
             f"{capacity['after']:.2f} instead of {capacity['before']:.2f} drops none of these "
-            "tokens (moe_expert_rank_capacity_factor, where a run sets one)",
+            "tokens in bf16 (moe_expert_rank_capacity_factor, where a run sets one)",
         ),
         (
             "layers that gain",
@@ -327,7 +339,7 @@ def layer_cells(report: Mapping[str, Any]) -> Cells:
 def of_what(report: Mapping[str, Any]) -> str:
     """Return what the answer is about, in a line."""
     parts = [
-        f"{report['loads']} loads, EP {report['ranks']}, {report['experts']} experts",
+        f"{counted(report['loads'], 'load')}, EP {report['ranks']}, {report['experts']} experts",
         report["model"],
         report["machine"],
     ]

@@ -20,7 +20,7 @@ from megatron_ext.balance import reruns
 from megatron_ext.balance.agreement import Agreement, shared_agreement
 from megatron_ext.balance.forward import Forward, VirtualLayers
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.main_weights import MainWeights
+from megatron_ext.balance.main_weights import MainWeights, Segment
 from megatron_ext.balance.planner import LayerPlanner, plan_layout
 from megatron_ext.balance.slots import SlotBuffers, shared_slot_buffers
 from megatron_ext.balance.strategies import PlanSettings
@@ -173,32 +173,38 @@ class LayerBalancer:
         """Return the slots' gradients by segment; all EP ranks call.
 
         A segment gets None if its mains get no gradient on any EP rank. The ranks exchange their
-        dtypes in the first forward with gradients, and again when a segment is trained that was
-        frozen on all ranks. All ranks must thaw such a segment in the same step.
+        dtypes in the first forward with gradients, and again when a segment `has_changed`. All
+        ranks must change such a segment in the same step.
 
         Raises:
-            ValueError: A segment has gradients of several dtypes.
-            RuntimeError: Some ranks only have thawed a segment (`Agreement.say_thawed`).
+            ValueError: A segment has gradients of several dtypes, or of none on some ranks that
+                must train it alike.
+            RuntimeError: Some ranks only have changed a segment (`Agreement.say_changed`).
         """
         assert self.buffers is not None
         mine = mains.grad_dtypes
         if not torch.is_grad_enabled():
             return [None] * len(mine)
         agreed = self._grad_dtypes
-        if agreed is None or self.has_thawed(mains):
+        if agreed is None or self.has_changed(mains):
             self._require_warm_up("slots' gradients")
             if agreed is not None:
                 self.agreement.require_agreement()
-            by_rank = gather(mine, self.ep_group)
-            agreed = self._grad_dtypes = tuple(map(self._only_dtype, zip(*by_rank, strict=True)))
+            by_rank = zip(*gather(mine, self.ep_group), strict=True)
+            segments = self.expert_weights.segments
+            agreed = self._grad_dtypes = tuple(
+                map(self._only_dtype, segments, by_rank, mains.are_trained_alike)
+            )
         return self.buffers.allocate_grads(agreed)
 
-    def has_thawed(self, mains: MainWeights) -> bool:
-        """Whether this rank trains a segment that was frozen on all ranks when they agreed."""
+    def has_changed(self, mains: MainWeights) -> bool:
+        """Whether this rank trains a segment that was frozen on all ranks when they agreed.
+
+        Or, where ranks must train it alike, has frozen a segment that was trained.
+        """
         agreed = self._grad_dtypes
-        return agreed is not None and any(
-            own not in (None, a) for own, a in zip(mains.grad_dtypes, agreed, strict=True)
-        )
+        segments = zip(mains.grad_dtypes, agreed or (), mains.are_trained_alike, strict=False)
+        return any(own != a and (own is not None or alike) for own, a, alike in segments)
 
     def forget_step(self) -> None:
         """Forget an aborted step, of which ranks may have seen different parts; all ranks call."""
@@ -213,13 +219,19 @@ class LayerBalancer:
                 "captures that step: train one step before (--cuda-graph-warmup-steps)"
             )
 
-    def _only_dtype(self, by_rank: tuple[torch.dtype | None, ...]) -> torch.dtype | None:
-        found = dict.fromkeys(dtype for dtype in by_rank if dtype is not None)
+    def _only_dtype(
+        self, segment: Segment, by_rank: tuple[torch.dtype | None, ...], alike: bool
+    ) -> torch.dtype | None:
+        found = dict.fromkeys(dtype for dtype in by_rank if alike or dtype is not None)
         if len(found) > 1:
+            way_out = (
+                "freeze a linear of all ranks' experts or of none (or leave out --moe-grouped-gemm)"
+                if None in found
+                else "give all ranks the same gradient_accumulation_fusion and grad_reduce_in_fp32"
+            )
             raise ValueError(
-                f"layer {self.layer_number}: expert gradients must have one dtype, got {by_rank} "
-                "by EP rank: give all ranks the same gradient_accumulation_fusion and "
-                "grad_reduce_in_fp32"
+                f"layer {self.layer_number}: gradients of {segment.name} must have one dtype, got "
+                f"{by_rank} by EP rank: {way_out}"
             )
         return next(iter(found), None)
 

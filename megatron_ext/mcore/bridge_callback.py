@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
+
 from megatron_ext.mcore.step_metrics import StepMetrics
 
 
@@ -30,7 +32,8 @@ class BridgeCallback:
         """Write the metrics of the step that ended; all ranks call it."""
         state = context.state
         step = state.train_state.step + 1  # It counts the steps before this one.
-        batch = state.cfg.train.global_batch_size
+        # Smaller than the configured one with `decrease_batch_size_if_needed`.
+        batch = get_current_running_global_batch_size()
         loss = (context.loss_dict or {}).get("lm loss")
         metrics = self._metrics.take(
             step=step,

@@ -43,10 +43,12 @@ class RankCapacity:
         from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 
         align = max(get_align_size_for_quantization(config), 1)
+        # Since Megatron-Core 0.20, rows for the op fuser in bf16 are padded, too.
+        pads = config.fp8 or config.fp4 or getattr(config, "moe_use_grouped_tensor", False)
         return cls(
             factor=factor,
             align=align,
-            pad=align if config.fp8 or config.fp4 else 1,
+            pad=align if pads else 1,
             num_empty=int(config.moe_flex_dispatcher_backend == "hybridep"),
         )
 

@@ -19,7 +19,7 @@ def check(config: Any, balance: BalanceConfig, spec: Any = None) -> None:
     Args:
         config: Megatron's TransformerConfig.
         balance: The settings of balancing.
-        spec: The model's layer or block spec, to check the class of its experts, too.
+        spec: The model's layer or block spec, not yet balanced: checks the class of its experts.
 
     Raises:
         TypeError: `balance` is no `BalanceConfig`.

@@ -39,7 +39,7 @@ class EvenMoELayer(ObservedMoELayer):
         """Preprocess as Megatron does, with all experts in turn in the place of the chosen ones."""
         group, ep_size = planning_group(self), self.ep_group.size()
         # Exact if all ranks have equally many tokens and drop none; else some experts get one more.
-        dealt_before = group.rank() * len(routing_map) * self.router.topk
+        dealt_before = group.rank() * len(routing_map) * self.config.moe_router_topk
         probs, routing_map = force_even(probs, routing_map, dealt_before)
         if self.observers and self.training and torch.is_grad_enabled():
             counts, _ = gather_counts(routing_map, group)

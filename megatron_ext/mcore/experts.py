@@ -24,12 +24,27 @@ from torch import Tensor, nn
 from megatron_ext.balance.main_weights import MainWeights, Segment, is_sharded
 from megatron_ext.mcore.limits import quantization_of
 
+_num_parts = 0
+"""Modules, parameters and buffers that modules of this process have got so far."""
+
+
+def count_part(module: nn.Module, name: str, part: Any) -> None:
+    """Count a part that a module gets: for PyTorch to call.
+
+    A tensor in the place of another is no new part: a router with `expert_bias` sets one in each
+    forward.
+    """
+    global _num_parts
+    is_there = name in module._parameters or name in module._buffers
+    _num_parts += isinstance(part, nn.Module) or not is_there
+
 
 class ExpertWeights:
     """How one kind of experts module keeps and uses its weights; made by `expert_weights`."""
 
     def __init__(self, experts: Any) -> None:
         self.experts = experts
+        self._num_parts = -1
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -49,12 +64,20 @@ class ExpertWeights:
     def require_plain(self) -> None:
         """Check that a program has added nothing to the experts that replicas would not have.
 
-        Asked in the layer's first forward, as it takes the host too long for each.
-
         Raises:
             ValueError: It has.
         """
         raise NotImplementedError
+
+    def require_still_plain(self) -> None:
+        """Call `require_plain` if some module may have got a part since the last call.
+
+        Not in each forward, as it takes the host too long: so hooks of single experts are found in
+        the first forward only.
+        """
+        if self._num_parts != _num_parts:
+            self.require_plain()
+            self._num_parts = _num_parts
 
     def lent(self, slots: Sequence[Any]) -> AbstractContextManager[None]:
         """Let the experts' module run the S >= 1 slots behind the mains, for the block."""

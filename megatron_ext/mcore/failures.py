@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, FullyShardedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -61,14 +61,13 @@ _late: list[Timer] = []
 def count_and_look(model: Iterable[nn.Module]) -> None:
     """Count, and look at once: before a checkpoint, and behind a replay.
 
-    All ranks of the model call. Chunks in neither of Megatron's data-parallel wrappers are left
-    out.
+    All ranks of the model call. Chunks in none of Megatron's data-parallel wrappers are left out.
 
     Raises:
         RuntimeError: As `look`.
     """
     for chunk in model:
-        if isinstance(chunk, DistributedDataParallel | FullyShardedDataParallel):
+        if isinstance(chunk, _BaseDataParallel):
             start_count(chunk)
             look()
             return

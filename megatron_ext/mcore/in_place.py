@@ -45,6 +45,9 @@ def check_beside_fsdp(config: Any, balance: BalanceConfig) -> None:
     """
     fields = (*DELAYS, "overlap_moe_expert_parallel_comm")
     met = [name for name in fields if getattr(config, name, None)]
+    if config.gradient_accumulation_fusion and config.add_bias_linear:
+        # It takes a bias's gradient from autograd, without what is in `main_grad`.
+        met.append("add_bias_linear and gradient_accumulation_fusion")
     met += of_methods("LAYERS", balance)
     met += ["balance.objective=time with costs to measure"] * bool(balance.costs_to_measure)
     if met:

@@ -310,6 +310,11 @@ def _unfused(config: Any) -> str | None:
     return None if fused else "gradient_accumulation_fusion (False)"
 
 
+def _without_op_fuser(config: Any) -> str | None:
+    fuses = getattr(config, "use_transformer_engine_op_fuser", False)
+    return None if fuses else "use_transformer_engine_op_fuser (False)"
+
+
 def _beside_shards(config: Any) -> str | None:
     """Return what is set that sharded expert weights must not meet, or None."""
     further = (
@@ -377,6 +382,16 @@ MUST_BE = (
         (False,),
         "its packed form of quantized weights was never run with replicas",
         only_with=quantization_of,
+    ),
+    Demand(
+        "moe_use_grouped_tensor",
+        (False,),
+        "replicas in linears that take grouped tensors were never run",
+        only_with=_without_op_fuser,
+    ),
+    *(
+        Demand(field, ("bf16",), "replicas' tokens were never sent in another dtype")
+        for field in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")
     ),
     Demand(
         "transformer_impl",

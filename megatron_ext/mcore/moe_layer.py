@@ -273,8 +273,8 @@ class BalancedMoELayer(SharedExpertsLater):
         checkpoint = checkpoint_under_way() if self.layout.slots > 0 else None
         # Replicas' gradients may come in a pass with gradients, or before a second pass.
         has_backward = checkpoint is not None or (self.layout.slots > 0 and torch.is_grad_enabled())
-        if has_backward and balancer.has_thawed(forward.mains):
-            balancer.agreement.say_thawed(self.layer_number)
+        if has_backward and balancer.has_changed(forward.mains):
+            balancer.agreement.say_changed(self.layer_number)
         with stage(LOAD):
             forward.counts, marks = balancer.agreement.gather_counts(
                 chosen, balancer.rows, f"layer {self.layer_number}, load"
@@ -460,7 +460,12 @@ class BalancedMoELayer(SharedExpertsLater):
 
         A program that casts or moves the model, or replaces its experts, gets a new one, without
         the loads seen so far; all ranks that plan alike do so between the same forwards.
+
+        Raises:
+            ValueError: As `start`; or the experts have what replicas have not.
         """
+        if self.layout.slots > 0:
+            self.expert_weights.require_still_plain()
         if not self.is_started or self.balancer.expert_weights is not self.expert_weights:
             self.start(device)  # It changes how quantized weights are held.
         mains = self.expert_weights.mains()
@@ -475,11 +480,9 @@ class BalancedMoELayer(SharedExpertsLater):
         """Make the balancer for an input on this device; all ranks that plan alike call.
 
         Raises:
-            ValueError: The experts' weights are not whole, or not on that device; or the experts
-                have what replicas have not.
+            ValueError: The experts' weights are not whole, or not on that device.
         """
         if self.layout.slots > 0:
-            self.expert_weights.require_plain()
             finish_parameter_gather(self.experts)
             check_in_place(self.experts, device, self.layer_number)
         example = self.expert_weights.mains().parameters()[0]

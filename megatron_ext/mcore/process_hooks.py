@@ -8,6 +8,7 @@
     the step of every torch optimizer          looks at the counts before             failures.py
     FullCudaGraphWrapper: a step, or a replay  counts again, and looks at the counts  full_graphs.py
     a module put into a Megatron model         looks for layers left out              below
+    a part put into any module                 lets experts be checked again          experts.py
     Megatron's switch of NVTX ranges           is asked by the stages' ranges         ranges.py
     NCCL EP's set-up, of all layers            must be for as many experts            dispatcher.py
     the constructors of Megatron's models      balance their specs                    models.py
@@ -35,14 +36,19 @@ from megatron.core.rerun_state_machine import RerunState, RerunStateMachine
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_ext.balance import held_back, reruns
 from megatron_ext.balance.ranges import show_in_nvtx
 from megatron_ext.mcore import failures
 from megatron_ext.mcore.dispatcher import SetUpForAll
-from megatron_ext.mcore.stages import ObservedMoELayer
+from megatron_ext.mcore.experts import count_part
+from megatron_ext.mcore.stages import ObservedMoELayer, number_predicting
 
 _undo: ExitStack | None = None
 """Takes back what was installed; None if nothing is."""
@@ -75,6 +81,12 @@ def install() -> None:
             replace(token_dispatcher._NCCLEPManager, "_ensure_bootstrap", SetUpForAll())
         _undo.callback(register_optimizer_step_pre_hook(_look_before_step).remove)
         _undo.callback(register_module_module_registration_hook(_warn_of_layers_left_out).remove)
+        for on_part in (
+            register_module_module_registration_hook,
+            register_module_parameter_registration_hook,
+            register_module_buffer_registration_hook,
+        ):
+            _undo.callback(on_part(count_part).remove)
         show_stages_in_nvtx()
     except BaseException:
         uninstall()
@@ -176,6 +188,7 @@ def _warn_of_layers_left_out(model: nn.Module, name: str, part: nn.Module | None
     """Warn if a model with this new part has balanced and other MoE layers."""
     if not isinstance(model, LanguageModule) or part is None or not _moe_layers(part):
         return
+    number_predicting(part)
     balanced, left_out = [], {}
     for part_name, each in {**dict(model.named_children()), name: part}.items():
         layers = _moe_layers(each)

@@ -22,6 +22,7 @@ class SlotsBehindMains(ExpertWeights):
 
     def lent(self, slots: Sequence[Any]) -> AbstractContextManager[None]:
         """See `ExpertWeights.lent`. Hooks on the module get the tokens of mains and slots."""
+        SlotsBehindMains.require_plain(self)  # A program may have replaced its forward since.
         return lent_to(self.experts, {"forward": partial(self._run, slots)})
 
     def require_plain(self) -> None:

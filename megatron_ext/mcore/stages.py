@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from torch import Tensor
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from torch import Tensor, nn
 
 from megatron_ext.balance.layer_report import Observer, number_of
 from megatron_ext.balance.ranges import COMBINE, DISPATCH, EXPERTS, layer_forward, stage
@@ -59,3 +60,18 @@ class ObservedMoELayer(NamedMoELayer, GraphsEndBeforePlan):
     def shared_by_layers(cls, balance: BalanceConfig) -> dict[str, Any]:
         """Return arguments that all layers of a spec share, besides `balance`."""
         return {}
+
+
+def number_predicting(model: nn.Module) -> None:
+    """Number the MoE layers of multi-token prediction behind the decoder's in hybrid models, too.
+
+    Megatron-Core 0.19 numbers those of hybrid stacks from 1 on, and does not tell them what they
+    are for.
+    """
+    for part in model.modules():
+        if isinstance(part, MultiTokenPredictionLayer):
+            for layer in part.modules():
+                if isinstance(layer, MoELayer) and getattr(layer, "is_mtp_layer", None) is False:
+                    layer.is_mtp_layer = True
+                    if isinstance(layer, ObservedMoELayer):
+                        layer.layer_number = number_of(layer)

@@ -7,24 +7,25 @@ directory for `megatron-ext report`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
 from megatron_ext.balance.layer_report import number_of
 from megatron_ext.mcore import process_hooks
 from megatron_ext.mcore.graph_limits import hold_routers, hold_whole_steps
+from megatron_ext.mcore.planning_group import planning_group
+from megatron_ext.mcore.stages import number_predicting
 from megatron_ext.telemetry.gather import Place, gather_step
 from megatron_ext.telemetry.names import MAX_KEYS, TIERS, shown
 from megatron_ext.telemetry.recorder import LoadRecorder
 from megatron_ext.telemetry.run_steps import RunSteps
+from megatron_ext.transport.reach import gather
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +53,15 @@ class StepMetrics:
                 f"model must be a list of the model's chunks on this rank, not a "
                 f"{type(model).__name__}: give [model]"
             )
-        parts = [part for chunk in model for part in chunk.modules()]
+        chunks = list(model)
+        for chunk in chunks:
+            number_predicting(chunk)
+        parts = [part for chunk in chunks for part in chunk.modules()]
         if any(hold_whole_steps(part.config) for part in parts if hasattr(part, "config")):
             process_hooks.install()
         layers = [part for part in parts if isinstance(part, MoELayer)]
         self._recorder = LoadRecorder((), None)
-        self._last_layer = 0
+        self._layers: list[Any] = []  # Those that are counted.
         self.has_uncounted = False
         """Whether there are layers whose loads are not known: of all ranks after `take`."""
         self._balance: dict[str, Any] | None = None
@@ -76,7 +80,7 @@ class StepMetrics:
                 )
             self.has_uncounted = True
             return
-        self._last_layer = max(self._last_layer, number_of(layer) or 0)
+        self._layers.append(layer)
         if self._balance is None and hasattr(layer, "balance"):
             self._balance = asdict(layer.balance)
         self._recorder.watch(layer)
@@ -129,18 +133,10 @@ class StepMetrics:
 
     def _agree(self) -> Place:
         """Return this rank's place among all; learn how layers are balanced, which others have."""
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        knows = num_ranks - rank if self._balance else 0
-        most = torch.tensor([self._last_layer, knows, self.has_uncounted], device=device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        last_layer, first_that_knows, has_uncounted = most.tolist()
-        self.has_uncounted = bool(has_uncounted)
-        if first_that_knows:
-            said = [self._balance]
-            dist.broadcast_object_list(said, src=num_ranks - first_that_knows)
-            self._balance = said[0]
-        return place_of_rank(last_layer)
+        said = gather((self._balance, self.has_uncounted))
+        self._balance = next((balance for balance, _ in said if balance), None)
+        self.has_uncounted = any(has_uncounted for _, has_uncounted in said)
+        return place_of_rank(self._layers)
 
     def close(self) -> None:
         """Stop counting, and close the files in `run_dir`."""
@@ -149,16 +145,24 @@ class StepMetrics:
             self._run_dir.close()
 
 
-def place_of_rank(num_layers: int) -> Place:
-    """Return this rank's place by Megatron's groups, once they are made.
+def place_of_rank(layers: Sequence[Any]) -> Place:
+    """Return this rank's place by the groups of its MoE layers; all ranks call.
 
-    Layers of multi-token prediction are counted, too.
+    EP groups with layers of the same numbers hold the same experts.
     """
-    is_first_shard = parallel_state.get_expert_tensor_parallel_rank() == 0
+    group = planning_group(layers[0]) if layers else None
+    peers = dist.get_process_group_ranks(group) if group is not None else []
+    ep_size = layers[0].ep_group.size() if layers else 0
+    numbers = tuple(number_of(layer) or 0 for layer in layers)
+    said = gather((numbers, peers, ep_size))
+    alike: dict[tuple[int, ...], list[list[int]]] = {}
+    for of_rank, its_peers, _ in said:
+        groups = alike.setdefault(of_rank, [])
+        groups += [its_peers] * (its_peers not in groups)
     return Place(
-        group=parallel_state.get_expert_data_parallel_rank(),
-        groups=parallel_state.get_expert_data_parallel_world_size(),
-        ep_size=parallel_state.get_expert_model_parallel_world_size(),
-        speaks=is_first_shard and parallel_state.get_expert_model_parallel_rank() == 0,
-        num_layers=num_layers,
+        group=alike[numbers].index(peers),
+        groups=max(map(len, alike.values())),
+        ep_size=max(size for *_, size in said),
+        speaks=group is not None and group.rank() == 0,
+        num_layers=max(max(of_rank, default=0) for of_rank in alike),
     )

@@ -120,11 +120,11 @@ class TEGroupedWeights(ExpertWeights):
             return StackedMains(linear.weight, _values(linear.weight), is_split=True)
         mains = [getattr(linear, f"{kind}{m}") for m in range(linear.num_gemms)]
         if is_sharded(mains[0]):
-            return ShardedMains(mains, Whole(mains[0]))
+            return ShardedMains(mains, Whole(mains[0]), are_trained_alike=True)
         precision = self._precisions.get(name)
         if kind == "weight" and precision is not None and precision.parts:
-            return QuantizedMains(mains, linear, precision)
-        return SeparateMains(mains)
+            return QuantizedMains(mains, linear, precision, are_trained_alike=True)
+        return SeparateMains(mains, are_trained_alike=kind == "weight")
 
     def forget_step(self) -> None:
         """See `ExpertWeights.forget_step`. The linears are Megatron's; see `reset_after_abort`."""
@@ -151,17 +151,12 @@ class TEGroupedWeights(ExpertWeights):
 
     @contextmanager
     def lent(self, slots: Sequence[Any]) -> Iterator[None]:
-        """See `ExpertWeights.lent`. The host reads the counts once, as in Megatron.
-
-        Raises:
-            ValueError: This rank holds replicas of trained weights, and its own weights are frozen.
-        """
+        """See `ExpertWeights.lent`. The host reads the counts once, as in Megatron."""
         of_linears = slots[:: len(self._kinds)]  # Without biases.
         num_slots = len(slots[0])
         with ExitStack() as stack:
             for name, of_slots in zip(LINEARS, of_linears, strict=True):
                 linear = getattr(self.experts, name)
-                _require_trained(name, linear, of_slots)
                 precision = self._precisions.get(name)
                 if precision is not None and not precision.parts:
                     # A push says so to quantized ones. Experts may run in parts, and the part that
@@ -193,16 +188,6 @@ class TEGroupedWeights(ExpertWeights):
                 "rank computes with its own where it has their replicas: leave experts with their "
                 "weights and biases alone"
             )
-
-
-def _require_trained(name: str, linear: Any, of_slots: Sequence[Tensor]) -> None:
-    # A linear's products give all weights gradients if the first weight needs one.
-    if of_slots[0].requires_grad and not next(linear.parameters()).requires_grad:
-        raise ValueError(
-            f"experts.{name} of this rank is frozen, and that of another EP rank is not, whose "
-            "replicas would get no gradient from Transformer Engine: freeze the linears of all "
-            "experts of a layer, or leave out --moe-grouped-gemm"
-        )
 
 
 def _is_single(linear: Any) -> bool:

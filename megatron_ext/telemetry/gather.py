@@ -190,9 +190,6 @@ def gather_step(
     cells, rank_loads, expert_loads, shown = reduced
     before, after, experts_in_slots = np.split(shown[1:], [place.ep_size, 2 * place.ep_size])
     counted = cells[0] > 0
-    for name in ("bound_gap", "rows_over_capacity"):
-        values = cells[_CELL.index(name)]
-        values[values < 0] = math.nan
     return GatheredStep(
         cells={
             name: np.where(counted, values, math.nan)
@@ -241,9 +238,9 @@ class _Mine:
     gaps: np.ndarray
     """Busiest rank's load over the proven bound, minus 1: float64 [F]. Only the first microbatch of
     each layer has a gap, because a bound takes 0.15 ms with 64 ranks and 256 experts; others, and
-    those without a plan, have -1."""
+    those without a plan, have NaN."""
     rows_over: np.ndarray
-    """Rows of all ranks beyond the rank capacity factor, int [F]; -1 without this limit."""
+    """Rows of all ranks beyond the rank capacity factor, float64 [F]; NaN without this limit."""
 
     @classmethod
     def of(cls, computed: Sequence[Computed], ep_size: int) -> _Mine:
@@ -259,7 +256,7 @@ class _Mine:
         gaps = [
             float(one.rank_loads_after.max()) / float(lower_bound(one.load, one.layout)) - 1
             if microbatch == 0 and one.layout is not None and one.load.any()
-            else -1
+            else math.nan
             for one, microbatch in zip(computed, microbatches, strict=True)
         ]
         return cls(
@@ -272,9 +269,7 @@ class _Mine:
             experts_in_slots=_stacked(held, (ep_size, 0), -1),
             bytes=np.array(moved),
             gaps=np.array(gaps),
-            rows_over=np.array(
-                [-1 if one.rows_over is None else one.rows_over for one in computed], dtype=int
-            ),
+            rows_over=np.array([one.rows_over for one in computed], dtype=np.float64),
         )
 
     @cached_property

@@ -51,8 +51,10 @@ LOST_BEATS = 4
 """A rank counts as lost after so many missing heartbeats: a busy machine may delay one or two."""
 
 _WAITING_ROOMS = ("/torch/distributed/", "/megatron_ext/transport/")
+_CHECKPOINTS = "/torch/distributed/checkpoint/"
 _WAITING = ".wait("
-"""A main thread in code of these folders, or at `.wait(` of a handle, waits for other ranks."""
+"""A main thread in code of the rooms, except of checkpoints, or at `.wait(` of a handle, waits for
+other ranks."""
 
 
 class Note(NamedTuple):
@@ -155,6 +157,8 @@ class _LayerNotes:
         _MainThread.note = Note("backward", _MainThread.note.step, self._layer)
 
 
+_NAMESPACE = "/proc/self/ns/pid"
+
 _MOST_RANKS = 1 << 20
 """Of a run: far more than there are GPUs in one. Those without a status are named one by one."""
 
@@ -169,6 +173,8 @@ class Status:
     pid: int
     started: int
     """Start of the process, in the machine's ticks; it differs for another process with this id."""
+    namespace: str = ""
+    """The process ids among which `pid` is one: those of a container are its own."""
     beat_s: float
     """Time between two heartbeats, in seconds."""
     limit_s: float
@@ -192,8 +198,8 @@ class Status:
 
     @property
     def process(self) -> str:
-        """Return the process's present state: `runs`, `stopped`, `gone`; `?` on other machines."""
-        if self.host != socket.gethostname():
+        """Return the process's state: `runs`, `stopped`, `gone`; `?` where it cannot be seen."""
+        if (self.host, self.namespace) != (socket.gethostname(), os.readlink(_NAMESPACE)):
             return "?"
         letter, started = _process(self.pid)
         if started != self.started or letter in "ZX":
@@ -220,6 +226,7 @@ def own_status(*, rank: int, num_ranks: int, limit_s: float) -> Status:
         host=socket.gethostname(),
         pid=pid,
         started=_process(pid)[1],
+        namespace=os.readlink(_NAMESPACE),
         beat_s=min(BEAT_S, limit_s / 10),
         limit_s=limit_s,
     )
@@ -231,6 +238,9 @@ class Pulse:
     A pause of the machine makes one long time between two calls. A time between two calls counts
     for a few heartbeats at most, so that a pause does not look like a rank that hangs.
     """
+
+    gave_up_at: str | None = None
+    """The line of a wait that has failed, for as long as the main thread does nothing more."""
 
     def __init__(self, folder: Path, status: Status) -> None:
         self.status = status
@@ -248,7 +258,7 @@ class Pulse:
         has_moved = found is not self._note
         self._note = found
         moves = before.moves + has_moved if found.step == before.note.step else 0
-        line, waits = _main_thread_line()
+        line, waits = (self.gave_up_at, True) if self.gave_up_at else _main_thread_line()
         self.status = replace(
             before,
             beat=before.beat + 1,
@@ -287,11 +297,7 @@ def stacks_path(folder: Path, rank: int) -> Path:
 
 
 def read_statuses(folder: Path) -> list[Status]:
-    """Return the statuses in a folder, by rank, without files that cannot be read.
-
-    Raises:
-        NotRegularError: The folder is a link, or no folder.
-    """
+    """Return the statuses in a folder, by rank, without files that cannot be read."""
     statuses = []
     for name in names_in(folder):
         if not name.endswith(".json"):
@@ -314,10 +320,13 @@ def _main_thread_line() -> tuple[str, bool]:
     if main is None:
         return "", False
     name, path, number = main.f_code.co_name, main.f_code.co_filename, main.f_lineno or 0
-    waits = any(room in path for room in _WAITING_ROOMS) or _WAITING in linecache.getline(
-        path, number
-    )
-    return f"{name} ({path}:{number})", waits
+    return f"{name} ({path}:{number})", waits_at(path, number)
+
+
+def waits_at(path: str, number: int) -> bool:
+    """Whether a line of Python waits for other ranks."""
+    is_in_room = any(room in path for room in _WAITING_ROOMS) and _CHECKPOINTS not in path
+    return is_in_room or _WAITING in linecache.getline(path, number)
 
 
 def _process(pid: int) -> tuple[str, int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_ext.balance import reruns
 from megatron_ext.balance.layer_report import LayerReport
 from megatron_ext.balance.metrics import home_imbalances, imbalances
-from megatron_ext.words import ranges
+from megatron_ext.words import counted, ranges
 
 _logger = logging.getLogger("megatron_ext.balance")
 # By default Python shows warnings only, and these lines are no warnings.
@@ -84,7 +84,7 @@ class BalanceLines:
         if self._num_counted >= self._every * num_layers:
             did = _what_was_done(self._sum / self._num_counted, self._worst)
             over = _what_was_dropped(self._rows_over)
-            _say(f"{self._names()}, last {_number(self._every, 'microbatch')}: {did}{over}")
+            _say(f"{self._names()}, last {counted(self._every, 'microbatch')}: {did}{over}")
             self._num_counted = 0
             self._rows_over.clear()
 
@@ -132,11 +132,11 @@ def _what_balances(layer: Any) -> str:
         )
     drops = f"; tokens beyond moe_expert_capacity_factor ({capacity}) are dropped before balancing"
     return (
-        f"balanced over {_number(layout.ep_size, 'EP rank')} with strategy "
-        f"{layer.balance.strategy}: {_number(layout.slots, 'slot')} on each, "
+        f"balanced over {counted(layout.ep_size, 'EP rank')} with strategy "
+        f"{layer.balance.strategy}: {counted(layout.slots, 'slot')} on each, "
         f"{buffers.num_bytes / 1e6:.1f} MB for all layers, transport "
         f"{buffers.transport.name}, "
-        f"{_number(layout.ep_size // layout.nvlink_domain, 'NVLink domain')}"
+        f"{counted(layout.ep_size // layout.nvlink_domain, 'NVLink domain')}"
         f"{'' if capacity is None else drops}"
     )
 
@@ -157,16 +157,6 @@ def _what_was_dropped(rows_over: dict[int, Tensor]) -> str:
     return (
         f"; rows dropped beyond moe_expert_rank_capacity_factor: {', '.join(said)}" if said else ""
     )
-
-
-def _number(count: int, what: str) -> str:
-    """A number of things.
-
-    >>> _number(1, "slot"), _number(2, "slot"), _number(2, "microbatch")
-    ('1 slot', '2 slots', '2 microbatches')
-    """
-    plural = "es" if what.endswith("ch") else "s"
-    return f"{count} {what}{plural if count != 1 else ''}"
 
 
 def _say(line: str) -> None:

@@ -14,7 +14,8 @@ import gzip
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch.profiler import profile, record_function, supported_activities
 
 from megatron_ext.files.whole import written_whole
+from megatron_ext.telemetry.step_files import write_or_warn
 
 PROFILE_FILE = "profile.json.gz"
 
@@ -68,25 +70,30 @@ class StepProfile:
     def write(self, counters: Counters) -> Path | None:
         """Write the trace of the recorded steps; all ranks call, after a step.
 
-        Rank 0 returns the trace's path, if steps were recorded since the last call; others None.
+        Rank 0 returns the trace's path, if steps were recorded since the last call; others None. A
+        trace that cannot be written is left out, with a warning.
         """
         if not self._has_begun:
             return None
         self._has_begun = False
         if self._profile is not None:
-            self._profile.stop()
-            part = self._parts[dist.get_rank()]
-            part.unlink(missing_ok=True)  # It may be a link.
-            self._profile.export_chrome_trace(str(part))
-            self._profile = None
+            write_or_warn(self._parts[dist.get_rank()], self._export)
         dist.barrier()
         if dist.get_rank() != 0:
             return None
         merged = self._folder / PROFILE_FILE
-        merge_traces(self._parts, counters, merged)
+        is_written = write_or_warn(merged, partial(merge_traces, self._parts, counters))
         for part in self._parts.values():
-            part.unlink()
-        return merged
+            with suppress(OSError):
+                part.unlink()
+        return merged if is_written else None
+
+    def _export(self, part: Path) -> None:
+        assert self._profile is not None
+        recorded, self._profile = self._profile, None
+        recorded.stop()
+        part.unlink(missing_ok=True)  # It may be a link.
+        recorded.export_chrome_trace(str(part))
 
     def close(self) -> None:
         """Stop recording after an error, and drop steps that were not written."""
@@ -123,9 +130,9 @@ def merge_traces(parts: Mapping[int, Path], counters: Counters, merged: Path) ->
     with that rank's range `step N`.
     """
     with (
-        written_whole(merged) as partial,
+        written_whole(merged) as unfinished,
         # Level 1: a trace has hundreds of megabytes, and the ranks wait.
-        gzip.open(partial, "xt", compresslevel=1) as file,
+        gzip.open(unfinished, "xt", compresslevel=1) as file,
     ):
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
         separator, base = "\n", None

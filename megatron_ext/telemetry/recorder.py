@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import resource
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,36 +25,16 @@ from torch import Tensor
 from megatron_ext.balance.layer_report import LayerReport, number_of
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
-from megatron_ext.balance.predictions import PredictionReport
 from megatron_ext.balance.reroute import as_map
 from megatron_ext.balance.reruns import can_take_back
 from megatron_ext.balance.stage_times import STAGES, TIMES
 from megatron_ext.telemetry.heartbeat import called_in_forward
 
-
-class PredictedLoads(NamedTuple):
-    """Sums of the fields of `PredictionReport` over the predicted forwards of a step."""
-
-    forwards: float = 0
-    load_accuracy: float = 0
-    choice_accuracy: float = 0
-    hit_replicas: float = 0
-    topped_up_replicas: float = 0
-    wasted_replicas: float = 0
-    sent_ahead_bytes: float = 0
-    topped_up_bytes: float = 0
-
-    @classmethod
-    def of(cls, reports: Sequence[PredictionReport]) -> PredictedLoads:
-        """Sum the fields of these reports."""
-        return cls(
-            len(reports), *(sum(getattr(one, name) for one in reports) for name in cls._fields[1:])
-        )
-
-    @classmethod
-    def total(cls, parts: Iterable[PredictedLoads]) -> PredictedLoads:
-        """Add up several such sums."""
-        return cls(*map(sum, zip(cls(), *parts, strict=True)))
+PREDICTED = (
+    *("load_accuracy", "choice_accuracy", "hit_replicas", "topped_up_replicas"),
+    *("wasted_replicas", "sent_ahead_bytes", "topped_up_bytes"),
+)
+"""Numbers of a `PredictionReport`, of which a step's metrics are the means."""
 
 
 class Computed(NamedTuple):
@@ -85,8 +66,9 @@ class StepLoads:
 
     computed: list[Computed]
     """The forwards; those of a layer are in the order of the microbatches."""
-    predicted_by_layer: dict[int, PredictedLoads]
-    """Sums over a layer's predicted forwards, by the layer's number."""
+    predicted_by_layer: dict[int, dict[str, float]]
+    """Sums of `PREDICTED` over a layer's predicted forwards, and how many `forwards` these are, by
+    the layer's number."""
     own: dict[str, float]
     """This rank's own numbers, by the names `OWN`; NaN for no number."""
 
@@ -175,11 +157,13 @@ class LoadRecorder:
                 ],
             )
             computed += map(_computed, self._reports, *arrays)
-        predictions: dict[int, list[PredictionReport]] = {}
+        predicted: dict[int, dict[str, float]] = {}
         for report in self._reports:
             if report.prediction is not None:
-                predictions.setdefault(report.layer_number, []).append(report.prediction)
-        predicted = {layer: PredictedLoads.of(of_layer) for layer, of_layer in predictions.items()}
+                sums = predicted.setdefault(report.layer_number, defaultdict(float))
+                sums["forwards"] += 1
+                for name in PREDICTED:
+                    sums[name] += float(getattr(report.prediction, name))
         if self._counts:
             assert self._ep_group is not None, "Megatron's own layers are counted over a group"
             mine = torch.cat([chosen for _, chosen in self._counts])
@@ -215,7 +199,7 @@ class LoadRecorder:
     def _count(self, layer: Any, router: Any, inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:
         if torch.is_grad_enabled() and router.training:
             _, choices = outputs
-            chosen = as_map(choices, router.config.num_moe_experts)
+            chosen = as_map(choices, layer.config.num_moe_experts)
             self._held.forward_counted(layer, ("count", len(self._counts)))
             self._counts.append((number_of(layer), chosen.sum(0)))
 
@@ -288,9 +272,7 @@ def _computed(
     replicas = int((experts_in_slots >= 0).sum())
     pushed = report.weight_bytes * replicas * report.moves.pushes
     if report.prediction is not None:
-        # The first push moved the predicted replicas, and those that the prediction lacked.
-        moved = report.prediction.sent_ahead_bytes + report.prediction.topped_up_bytes
-        pushed += moved - report.weight_bytes * replicas
+        pushed += report.weight_bytes * int(report.prediction.wasted_replicas)
     return Computed(
         report.layer_number,
         load,

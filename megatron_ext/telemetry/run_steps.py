@@ -51,7 +51,7 @@ class RunSteps:
         if self._is_open:
             line["step_ms"] = 1000 * seconds
             if tokens is not None:
-                line["tokens_per_s"] = tokens / seconds
+                line["tokens_per_s"] = float(tokens) / seconds
         else:
             self._open(step, balance)
         self._step = self._step + 1 if step is None else step
@@ -70,8 +70,9 @@ class RunSteps:
             settings = {"num_ranks": dist.get_world_size(), "balance": balance}
             write_whole(self._folder / CONFIG_FILE, [json_text(settings, indent=2), "\n"])
             lines = read_lines(self._folder / METRICS_FILE)
-            last = max((line["step"] for line in lines), default=0)
-            self._step = start_step = last if step is None else step - 1
+            last = max((line["step"] for line in lines), default=-1)
+            # A program may count its steps from 0.
+            self._step = start_step = max(last, 0) if step is None else step - 1
             if start_step < last:
                 logger.warning(
                     "warning: steps from %d to %d in %s are dropped, as of a run that was killed",

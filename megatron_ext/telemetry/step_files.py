@@ -36,7 +36,7 @@ class StepFiles:
         self._pp_rank, self._pp_size = pp_rank, pp_size
         self._suffix = f"stage_{pp_rank}.npz"
         self._thread = ThreadPoolExecutor(max_workers=1)
-        self._writing: Future[None] | None = None
+        self._writing: Future[bool] | None = None
         for unfinished in folder.glob(f".*_{self._suffix}.*.partial"):
             self.change(unfinished, unfinished.unlink)
 
@@ -80,13 +80,12 @@ class StepFiles:
     def start(self, path: Path, write: Callable[[Path], None]) -> None:
         """Wait for the file before, and start to write a file."""
         self.wait()
-        self._writing = self._thread.submit(_write_or_warn, path, write)
+        self._writing = self._thread.submit(write_or_warn, path, write)
 
     def wait(self) -> None:
         """Wait until the started file is written."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        if self._writing is not None:
+            self._writing.result()
 
     def close(self) -> None:
         """Wait until the started file is written, and end the thread."""
@@ -94,8 +93,11 @@ class StepFiles:
         self._thread.shutdown()
 
 
-def _write_or_warn(path: Path, write: Callable[[Path], None]) -> None:
+def write_or_warn(path: Path, write: Callable[[Path], None]) -> bool:
+    """Return whether `write` wrote the file; if it fails, warn."""
     try:
         write(path)
     except Exception as error:  # Of any class, because a file must not stop the training.
         logger.warning("warning: %s is left out: %s", path, error)
+        return False
+    return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from megatron_ext.files.opening import open_own, whole_lines
 from megatron_ext.files.whole import write_whole
 
 logger = logging.getLogger(__name__)
+
+_WRITTEN = re.compile(r'\{"step": (\d{1,18}), ".*\}\n', re.DOTALL)
 
 
 class StepLines:
@@ -30,7 +33,7 @@ class StepLines:
     """
 
     def __init__(self, file: Path, *, start_step: int) -> None:
-        write_whole(file, (_line(one) for one in read_lines(file) if one["step"] <= start_step))
+        write_whole(file, (line for step, line in step_texts(file) if step <= start_step))
         self._path = file
         # Without a buffer, `write` returns the exact number of bytes that a full disk has taken.
         self._file = os.fdopen(open_own(file, os.O_APPEND), "ab", buffering=0)
@@ -41,7 +44,7 @@ class StepLines:
 
         If the disk is full, the writer warns and keeps the line for the next call.
         """
-        self._unwritten += _line(values).encode()
+        self._unwritten += f"{json_text(values)}\n".encode()
         self._write_out()
 
     def close(self) -> None:
@@ -61,8 +64,8 @@ class StepLines:
             )
 
 
-def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file; a missing file has none, and a torn last line is dropped.
+def read_lines(file: Path, *, first: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file, of the steps from `first` on; a missing file has none.
 
     The file has null for numbers that are not finite; the objects have NaN.
 
@@ -70,15 +73,24 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
         ValueError: A line is not the line of a step; the message names file and line. Or it is no
             regular file.
     """
+    for number, (step, line) in enumerate(step_texts(file), 1):
+        if step >= first:
+            yield _read_line(f"{file}, line {number}", line)
+
+
+def step_texts(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield step and text of each line of a file, without a torn last line.
+
+    A line that begins and ends as `StepLines` writes it is not parsed: a long run has gigabytes.
+    """
     try:
-        for number, line in enumerate(whole_lines(file), 1):
-            yield _read_line(f"{file}, line {number}", line.decode(errors="replace"))
+        for number, whole in enumerate(whole_lines(file), 1):
+            line = whole.decode(errors="replace")
+            found = _WRITTEN.fullmatch(line)
+            where = f"{file}, line {number}"
+            yield int(found[1]) if found else _read_line(where, line)["step"], line
     except FileNotFoundError:
         return
-
-
-def _line(values: Mapping[str, Any]) -> str:
-    return json_text(values) + "\n"
 
 
 def _read_line(where: str, line: str) -> dict[str, Any]:

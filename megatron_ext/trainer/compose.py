@@ -341,12 +341,16 @@ def _limit(composed: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _of_the_command_line(composed: DictConfig, overrides: Sequence[str]) -> list[str]:
-    """Return what a recipe sets of the settings that can run code, a problem each."""
-    asked = tuple(each.lstrip("+").split("=")[0] for each in overrides)
+    """Return what a recipe sets of the settings that can run code, a problem each.
+
+    Only the whole name on the command line is a user's word: `megatron.fp8=e4m3` beside a recipe
+    says nothing about the recipe's `megatron.fp8_quantizer_factory`.
+    """
+    asked = {each.lstrip("+").split("=")[0] for each in overrides}
     return [
-        f"{name} ({value}) can run code, so it is given on the command line, not in a recipe"
+        f"{name} ({value}) can run code, so it is given on the command line, by its whole name"
         for name in _RUN_CODE
-        if (value := OmegaConf.select(composed, name)) and not name.startswith(asked)
+        if (value := OmegaConf.select(composed, name)) and name not in asked
     ]
 
 

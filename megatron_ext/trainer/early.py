@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 from megatron_ext.arguments import near_path, one_line
@@ -14,7 +15,7 @@ from megatron_ext.files.opening import check_ours, check_writes, names_in
 from megatron_ext.files.run_dir import CONFIG_FILE, LAYERS_FILE, METRICS_FILE
 from megatron_ext.files.whole import check_room
 from megatron_ext.files.yaml_files import read_yaml
-from megatron_ext.telemetry.step_lines import read_lines
+from megatron_ext.telemetry.step_lines import read_lines, step_texts
 from megatron_ext.trainer.checkpoints.choice import lost_steps
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.data import prefixes_of
@@ -71,8 +72,8 @@ def run_dir_problems(config: TrainConfig, *, begins: bool) -> list[str]:
             check_writes(path)
         if begins:
             check_room(run_dir, _FIRST_FILES)
-        for file in METRICS_FILE, LAYERS_FILE:
-            list(read_lines(run_dir / file))
+        for lines in read_lines(run_dir / METRICS_FILE), step_texts(run_dir / LAYERS_FILE):
+            deque(lines, maxlen=0)  # None is kept.
         earlier = run_dir / CONFIG_FILE
         recipe = read_yaml(earlier).get("recipe") if earlier.is_file() else None
         lost = lost_steps(config) if begins and not config.overwrite else 0

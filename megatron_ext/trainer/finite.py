@@ -46,8 +46,8 @@ class StepGuard:
         self._policy = config.on_nan
         self._chunks = chunks
         self._optimizer = optimizer
-        # Of the last step, as far as it changed the weights.
-        self._is_sound = True
+        # What was not finite of the last step, as far as it changed the weights.
+        self._unsound = ""
         if self._policy != "ignore":
             # The optimizer of a chain asks for the norm even where nothing is clipped.
             optimizer.get_grad_norm = _raising(optimizer.get_grad_norm)
@@ -65,7 +65,8 @@ class StepGuard:
             self._refuse(step, f"the gradient norm is {error}", losses, made=False)
             return False, error.args[0]
         norm = math.nan if norm is None else float(norm)
-        self._is_sound = not made or math.isfinite(norm)
+        is_sound = not made or math.isfinite(norm)
+        self._unsound = "" if is_sound else f"the gradient norm is {norm}"
         return made, norm
 
     def check_loss(self, step: int, loss: float, losses: Sequence[float], *, made: bool) -> None:
@@ -75,20 +76,20 @@ class StepGuard:
         """
         if not made or math.isfinite(loss):
             return
-        if self._is_sound and self._policy != "ignore":
+        if not self._unsound and self._policy != "ignore":
             self._refuse(step, f"the loss is {loss}", losses, made=True)
-        self._is_sound = False
+        self._unsound = self._unsound or f"the loss is {loss}"
 
     def may_save(self, step: int) -> bool:
         """Whether the state after a step is finite. All ranks call it before they save."""
         state = itertools.chain(_weights(self._chunks), _optimizer_state(self._optimizer))
-        is_finite = self._is_sound and all(_is_finite(one.tensor) for one in state)
+        is_finite = not self._unsound and all(_is_finite(one.tensor) for one in state)
         spoiled = torch.tensor(float(not is_finite), device="cuda")
         dist.all_reduce(spoiled, op=dist.ReduceOp.MAX)
         if not spoiled.item():
             return True
         found = self._look()
-        said = f"step {step}: the state is not saved: {_told(found)}"
+        said = f"step {step}: the state is not saved: {_told(found) if found else self._unsound}"
         if self._policy != "ignore" and _stays(found):
             end_all(said)
         _warn(said)

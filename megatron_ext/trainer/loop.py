@@ -7,7 +7,6 @@ position in the data.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.data.mixing import MixedDataset, microbatches
-from megatron_ext.files.run_dir import LAYERS_FILE, TRACE_FOLDER
+from megatron_ext.files.run_dir import LAYERS_FILE, METRICS_FILE, TRACE_FOLDER
 from megatron_ext.mcore.between_steps import check_agreement
 from megatron_ext.mcore.moe_layer import BalancedMoELayer
 from megatron_ext.mcore.step_metrics import place_of_rank
@@ -32,7 +31,7 @@ from megatron_ext.methods.run_hook import Reader
 from megatron_ext.telemetry import heartbeat
 from megatron_ext.telemetry.gather import gather_step
 from megatron_ext.telemetry.profile import Counters, StepProfile, counters_of
-from megatron_ext.telemetry.recorder import LoadRecorder, PredictedLoads, StepLoads
+from megatron_ext.telemetry.recorder import PREDICTED, LoadRecorder, StepLoads
 from megatron_ext.telemetry.routes import ROUTES_FOLDER, RouteRecorder
 from megatron_ext.telemetry.step_files import StepFiles
 from megatron_ext.telemetry.step_lines import read_lines
@@ -42,7 +41,7 @@ from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.data import files_of, open_data
 from megatron_ext.trainer.finite import StepGuard
 from megatron_ext.trainer.logs.progress import TrainingProgress
-from megatron_ext.trainer.logs.run_log import RunLog, read_metrics
+from megatron_ext.trainer.logs.run_log import RunLog
 from megatron_ext.trainer.model import build
 from megatron_ext.trainer.model.shape import shape_of
 from megatron_ext.trainer.ranks.shared_folder import check_same
@@ -75,12 +74,11 @@ class Training:
         self.stop = StopRequest()
         self.checkpoints = Checkpoints(config, self.chunks, self.optimizer, manifest.vocab_size)
         heartbeat.note("load")
-        self.step, self.consumed_samples = self.checkpoints.load_newest()
+        self.step, self.consumed_samples, self._tokens = self.checkpoints.load_newest()
         self.scheduler = build.build_scheduler(config, self.optimizer, self.step)
         layers = build.moe_layers(self.chunks)
         self.recorder = LoadRecorder(layers, parallel_state.get_expert_model_parallel_group())
-        mtp_layers = config.megatron.get("mtp_num_layers") or 0
-        self._place = place_of_rank(config.model.num_layers + mtp_layers)
+        self._place = place_of_rank(layers)
         self.layers: dict[str, Any] = {}
         """The last step's line of `layers.jsonl`, equal on all ranks."""
         heartbeat.note_layers(layers)
@@ -93,6 +91,8 @@ class Training:
             Path(config.run_dir), first=profile.first, steps=profile.steps, ranks=profile.ranks
         )
         train_data = build.dataset(config, manifest, "train")
+        further = {f"megatron.{name}": value for name, value in config.megatron.items()}
+        self.checkpoints.keep_settings(train_data.order() | further)
         self._batches = self._read(train_data, self.consumed_samples, build.reader(config))
         self._validation = (
             build.dataset(config, manifest, "validation") if config.eval_every else None
@@ -149,11 +149,9 @@ class Training:
         return known
 
     def train_step(self) -> dict[str, Any]:
-        """Do one optimizer step on the next global batch.
+        """Do one optimizer step on the next global batch; return its line of `metrics.jsonl`.
 
-        Returns:
-            The step's line of `metrics.jsonl`, equal on all ranks but for the times and measured
-            costs.
+        The line is equal on all ranks but for the times and measured costs.
         """
         started = time.perf_counter()
         heartbeat.note("forward", step=self.step + 1)
@@ -169,6 +167,7 @@ class Training:
 
         self.step += 1
         self.consumed_samples += self.config.data.global_batch_size
+        self._tokens += self._step_tokens
         loads = self.recorder.take_step()
         for record in self._records:
             record.write(self.step, loads.computed)
@@ -184,7 +183,7 @@ class Training:
             "loss": loss / num_losses,
             "grad_norm": grad_norm,
             "skipped": 0 if made else 1,
-            "tokens": self.consumed_samples * self.config.data.sequence_length,
+            "tokens": self._tokens,
             "lr": self.optimizer.param_groups[0]["lr"],
             "tokens_per_s": tokens_per_s,
             "step_ms": 1e3 * step_s,
@@ -202,14 +201,15 @@ class Training:
             record.flush()
         with build.whole_parameters(self.config, self.chunks):
             if self.guard.may_save(self.step):
-                self.checkpoints.save(self.step, self.consumed_samples)
+                self.checkpoints.save(self.step, self.consumed_samples, self._tokens)
 
     def _write_profile(self) -> None:
         heartbeat.note("profile")
         run_dir = Path(self.config.run_dir)
         counters: Counters = {}
         if dist.get_rank() == 0:
-            counters = counters_of(read_metrics(run_dir), read_lines(run_dir / LAYERS_FILE))
+            files, first = (METRICS_FILE, LAYERS_FILE), self.config.profile.first
+            counters = counters_of(*(read_lines(run_dir / file, first=first) for file in files))
         if written := self.profile.write(counters):
             logger.info("profile: %s, for https://ui.perfetto.dev", written)
 
@@ -248,10 +248,9 @@ class Training:
         ]
 
     def _forward_backward(self, batches: Batches, *, forward_only: bool) -> list[float]:
-        """Run the pipeline schedule over one global batch.
+        """Run the pipeline schedule over one global batch, and return its microbatches' losses.
 
-        Returns:
-            The loss of each of this rank's microbatches; empty but on the last pipeline stage.
+        Only the last pipeline stage has some.
         """
         data = self.config.data
         dp_size = parallel_state.get_data_parallel_world_size()
@@ -326,18 +325,18 @@ def _prediction_metrics(config: TrainConfig, loads: StepLoads) -> dict[str, floa
     """Return means over all ranks' predicted forwards, and each layer's accuracy of choices."""
     if not get_strategy(config.balance.strategy).predicts:
         return {}
-    layers = range(1, config.model.num_layers + 1)
-    mine = [loads.predicted_by_layer.get(layer, PredictedLoads()) for layer in layers]
-    sums = iter(_sum_over_ranks(*itertools.chain.from_iterable(mine)))
-    by_layer = [PredictedLoads(*itertools.islice(sums, len(one))) for one in mine]
-    total = PredictedLoads.total(by_layer)
-    if not total.forwards:
+    layers, names = range(1, config.model.num_layers + 1), ("forwards", *PREDICTED)
+    mine = [loads.predicted_by_layer.get(layer, {}) for layer in layers]
+    sums = iter(_sum_over_ranks(*(of.get(name, 0) for of in mine for name in names)))
+    by_layer = {layer: {name: next(sums) for name in names} for layer in layers}
+    total = {name: sum(of[name] for of in by_layer.values()) for name in names}
+    if not total["forwards"]:
         return {}
-    means = {name: getattr(total, name) / total.forwards for name in total._fields[1:]}
+    means = {name: total[name] / total["forwards"] for name in PREDICTED}
     return means | {
-        f"choice_accuracy_layer_{layer}": one.choice_accuracy / one.forwards
-        for layer, one in zip(layers, by_layer, strict=True)
-        if one.forwards
+        f"choice_accuracy_layer_{layer}": of["choice_accuracy"] / of["forwards"]
+        for layer, of in by_layer.items()
+        if of["forwards"]
     }
 
 

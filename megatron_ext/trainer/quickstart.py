@@ -169,11 +169,7 @@ def train_in_turn(runs: dict[str, TrainConfig]) -> None:
 
 
 def write_report(runs: dict[str, TrainConfig], folder: Path) -> str:
-    """Write `summary.json` and the page that compares the runs into `folder`.
-
-    Returns:
-        The table and the comparison of losses, as text.
-    """
+    """Write `summary.json` and the page of the runs into `folder`; return a table of them."""
     metrics = {name: read_metrics(Path(config.run_dir)) for name, config in runs.items()}
     yardstick = summarize(metrics.pop(YARDSTICK))
     summaries = summarize_runs(metrics, against=("none", "ideal"))

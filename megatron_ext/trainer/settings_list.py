@@ -30,11 +30,7 @@ class Setting(NamedTuple):
 
 
 def sections(whole: type[Section] = TrainConfig) -> Iterator[tuple[type[Section], list[Setting]]]:
-    """Walk a section and those inside, each with its own settings, in their order.
-
-    Raises:
-        KeyError: A setting has no text below it.
-    """
+    """Walk a section and those inside, each with its own settings, in their order."""
     kinds = whole.kinds()
     for kind in kinds:
         docs, words = field_docs(kind), allowed_values(kind)

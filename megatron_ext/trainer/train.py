@@ -42,7 +42,7 @@ def train(config: TrainConfig, *, num_ranks: int | None = None, verbose: bool = 
 
     Raises:
         ConfigError: The settings are wrong; nothing was started.
-        SystemExit: With status 1 if a rank failed; with 128 + its number if a signal ended the run.
+        SystemExit: As of `launch_ranks`.
     """
     if problems := config.type_problems():  # Of values that were set after the section was made.
         raise ConfigError(problems)
@@ -71,11 +71,7 @@ def train(config: TrainConfig, *, num_ranks: int | None = None, verbose: bool = 
 
 
 def check(config: TrainConfig, *, num_ranks: int | None = None, needs_data: bool = True) -> int:
-    """Check the settings of a run, warn of those without effect, and return the run's ranks.
-
-    Raises:
-        ConfigError: The settings are wrong.
-    """
+    """Check settings (`validate`), warn of those without effect, and return the run's ranks."""
     quiet_megatron()
     if not torch.cuda.is_available():
         enable_cpu_platform()

@@ -167,10 +167,11 @@ def _check_recipe_ranks(config: TrainConfig, num_ranks: int) -> Iterator[str]:
         return
     nearest = nearest_recipe(config.recipe, recipe_names(shipped_recipes()), num_ranks=num_ranks)
     near = f"the nearest recipe for so many is {nearest}; " if nearest else ""
-    yield (
-        f"the number of ranks ({num_ranks}) must be >= parallel.num_ranks ({wanted}): {near}"
-        "size=tiny makes the model small enough for ranks without a GPU"
-    )
+    cure = f"start so many (--ranks {wanted})"
+    if config.hardware.summary:
+        cure = "size=tiny makes the model small enough for ranks without a GPU"
+    rule = f"must be >= parallel.num_ranks ({wanted})"
+    yield f"the number of ranks ({num_ranks}) {rule}: {near}{cure}"
 
 
 def _check_domain(config: TrainConfig) -> Iterator[str]:
@@ -256,7 +257,7 @@ def _check_engine(config: TrainConfig) -> Iterator[str]:
     if HAVE_TE or (asked != "transformer_engine" and recipe is None):
         return
     what = f"quantization by {recipe}" if recipe else f"model.transformer_impl ({asked})"
-    way_out = "leave out megatron.fp8" if recipe else "model.transformer_impl=local"
+    way_out = "leave out megatron.fp8 or megatron.fp4" if recipe else "model.transformer_impl=local"
     yield (
         f"{what}: Transformer Engine is not installed: "
         f"pip install --no-build-isolation 'megatron-ext[te]', or {way_out}"

@@ -35,10 +35,13 @@ _NEEDED = ("lb_prefetch_weights", "lb_reduce_grads")
 
 
 class _Call:
-    """Calls of DeepEP under way, and what is done on the stream that waits for them."""
+    """Calls of DeepEP under way with a mapping, and what the stream that waits for them does."""
 
-    def __init__(self, events: list[Any], then: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, events: list[Any], mapping: Tensor, then: Callable[[], None] | None = None
+    ) -> None:
         self._events = events
+        self._mapping = mapping  # other streams read it
         self._then = then
 
     def wait(self) -> None:
@@ -79,6 +82,7 @@ class DeepEPTransport(Transport):
         self._sms = push_sms, pull_sms
         self._buffers: dict[int, Any] = {}  # by the address of their slots
         self._side_by_side: dict[int, Tensor] = {}  # likewise, [M, n] of all mains
+        self._pushing: _Call | None = None
         self._pulling: _Call | None = None
         self._read: torch.cuda.Event | None = None
 
@@ -122,6 +126,8 @@ class DeepEPTransport(Transport):
         """Start copying mains into slots; see `Transport.push`."""
         if self._read is not None:
             self._read.wait()
+        if self._pushing is not None:  # its handle was dropped, and its mapping goes
+            self._pushing.wait()
         mapping = self._mapping(transfers)
         events = [
             self._buffers[slots.data_ptr()].lb_prefetch_weights(
@@ -129,7 +135,8 @@ class DeepEPTransport(Transport):
             )
             for of_mains, slots in zip(mains, slot_weights, strict=True)
         ]
-        return _Call(events)
+        self._pushing = _Call(events, mapping)
+        return self._pushing
 
     def note_reads(self) -> None:
         """Let later pushes wait for the current stream's work so far, which reads the slots."""
@@ -157,9 +164,9 @@ class DeepEPTransport(Transport):
                 )
         if self._pulling is not None:  # its handle was dropped, and the next pull takes its memory
             self._pulling.wait()
-        if not slot_grads:
-            return _Call([])
         mapping = self._mapping(transfers)
+        if not slot_grads:
+            return _Call([], mapping)
         sums = [
             self._kept(grads, len(of_mains), grads[0].nbytes).view(torch.float32).zero_()
             for grads, of_mains in zip(slot_grads, totals, strict=True)
@@ -185,7 +192,7 @@ class DeepEPTransport(Transport):
             for grads in slot_grads:
                 grads.masked_fill_(is_used.view(-1, *[1] * (grads.dim() - 1)), 0)
 
-        self._pulling = _Call(events, add)
+        self._pulling = _Call(events, mapping, add)
         return self._pulling
 
     def reset(self) -> None:

@@ -154,6 +154,7 @@ class Driver:
                 held.callback(os.close, file.value)
             address = self._map(memory, page.value, device, held)
             self._call("cuMemcpyHtoD_v2", address, c_char_p(token), c_size_t(len(token)))
+            self._call("cuCtxSynchronize")  # The copy may have returned before the bytes are there.
             mine = fabric.raw if kind == _FABRIC else file.value
             return SharedPage(mine, page.value, held.pop_all())
 

@@ -78,12 +78,10 @@ class OneSidedTransport(Transport, ABC):
 
     def gather(self, row: Tensor, label: str = "", into: Tensor | None = None) -> Tensor:
         """Return the rows of all ranks; see `GathersRows`."""
-        if row.numel() > self._most_words:
-            self._most_words = row.numel()
-            num_bytes = torch.classes.megatron_ext.Exchange.table_bytes(
-                self._num_ranks, self._most_words
-            )
-            self._exchange.set_table(*self._share_tables(num_bytes), self._most_words)
+        if (num_words := row.numel()) > self._most_words:
+            num_bytes = torch.classes.megatron_ext.Exchange.table_bytes(self._num_ranks, num_words)
+            self._exchange.set_table(*self._share_tables(num_bytes), num_words)
+            self._most_words = num_words
         return interruptible(self._exchange.gather, row, label, into)
 
     @abstractmethod

@@ -91,7 +91,7 @@ class SharedMemoryTransport(OneSidedTransport):
         regions = share(num_bytes, f"{dtype} {list(shape)}", self._group, self._peers)
         buffers = [region.view(dtype).view(-1, *shape[1:]) for region in regions]
         mine = buffers[self._rank]
-        self._segment_ids[mine.data_ptr()] = self._exchange.add_segment(buffers)
+        self._segment_ids[mine.data_ptr()] = interruptible(self._exchange.add_segment, buffers)
         return mine
 
     def push(

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_ext.balance.costs import LayerCosts
-from megatron_ext.balance.in_order import PlannerInOrder
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.solve import PlannerInOrder
 from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.config import HistorySettings, LlepSettings
 from megatron_ext.methods.eplb import eplb

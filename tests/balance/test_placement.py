@@ -7,11 +7,10 @@ import torch
 from hypothesis import given
 
 from megatron_ext.balance.bounds import target_load
-from megatron_ext.balance.in_order import PlannerInOrder
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.placement import Placement
-from megatron_ext.balance.solve import solve
+from megatron_ext.balance.solve import PlannerInOrder, solve
 from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.config import HistorySettings, LlepSettings
 from megatron_ext.methods.craft import craft

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_ext.balance.in_order import PlannerInOrder
 from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.solve import PlannerInOrder
 from megatron_ext.balance.strategies.strategy import PlanSettings
 from megatron_ext.config import HistorySettings, LlepSettings
 from megatron_ext.lab.planning import read_name

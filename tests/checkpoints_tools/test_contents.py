@@ -9,8 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from checkpoints_tools import (
     CheckpointContents,
@@ -19,6 +25,7 @@ from checkpoints_tools import (
     find_problems,
     read_contents,
 )
+from checkpoints_tools.folder import list_checkpoints, newest_of
 from tests.damage.good import write_checkpoint
 from tests.ranks import run_ranks
 
@@ -68,6 +75,25 @@ def test_places_of_another_type(tmp_path, offset, length):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(table))
     with pytest.raises(ValueError, match=r"\.metadata is cut off or damaged"):
         read_contents(tmp_path)
+
+
+def test_tensors_have_the_axes_that_their_names_say(tmp_path):
+    (tmp_path / "metadata.json").write_text("{}")
+    layers, properties = "decoder.layers", TensorProperties(dtype=torch.float32)
+    for key, sizes in {
+        "embedding.word_embeddings.weight": (),
+        f"{layers}.final.weight": (),
+        f"{layers}.mlp.router.weight": (4, 8),
+        f"{layers}.0.mlp.router.weight": (4,),
+        f"{layers}.0.mlp.router.expert_bias": (),
+        f"{layers}.mlp.experts.experts.linear_fc1.weight": (2, 4, 8),
+        f"optimizer.state.exp_avg.{layers}.mlp.experts.experts.linear_fc1.bias": (2,),
+        f"{layers}.0.mlp.experts.experts.3.linear_fc2.weight": (),
+    }.items():
+        entry = TensorStorageMetadata(properties, sizes, [])
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({key: entry}, storage_data={})))
+        with pytest.raises(ValueError, match=rf"{tmp_path}: {key} is of \[.*\], too few axes"):
+            read_contents(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["step_9", "step_12"])
@@ -151,6 +177,16 @@ def test_the_newest_of_a_folder(saved, tmp_path):
     # A run directory, of which a run died while saving.
     (tmp_path / "checkpoints").symlink_to(folder)
     assert read_contents(tmp_path).folder.name == "step_12"
+
+
+def test_a_copy_of_a_checkpoint_is_no_checkpoint_of_the_run(tmp_path):
+    """A run would go on from the copy, and delete it."""
+    folders = tmp_path / "checkpoints"
+    for name in ("step_00000012", "step_00000009", "step_00000009_copy", "before_2026"):
+        (folders / name).mkdir(parents=True)
+        (folders / name / "metadata.json").touch()
+    assert [each.name for each in list_checkpoints(tmp_path)] == ["step_00000009", "step_00000012"]
+    assert newest_of(tmp_path).name == "step_00000012"
 
 
 def test_step_of_our_own_runs(saved, tmp_path):

@@ -230,6 +230,20 @@ def test_a_failed_copy_leaves_nothing(saved, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_two_cannot_write_the_same_folder_at_once(saved, tmp_path):
+    first, second = (
+        prepare_relayout(saved[0] / "together", ORDER, tmp_path / "moved") for _ in range(2)
+    )
+
+    def write_the_second(num_bytes):
+        with pytest.raises(FileExistsError, match=r"another process writes in .*\.moved\.partial"):
+            second.write()
+
+    first.write(write_the_second)
+    assert verify(tmp_path / "moved").problems == []
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+
+
 def test_all_bytes_are_counted(saved, tmp_path):
     prepared, copied = prepare_relayout(saved[0] / "together", ORDER, tmp_path / "moved"), []
     assert list(tmp_path.iterdir()) == []

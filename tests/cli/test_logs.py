@@ -91,6 +91,8 @@ def test_lines_are_in_the_order_of_time(tmp_path: Path, capsys: pytest.CaptureFi
         2,
         f"megatron-ext logs: error: --rank (7): {tmp_path} has logs of 2 ranks\n",
     )
+    (tmp_path / "logs" / "rank_00001.log").unlink()
+    assert run(capsys, "logs", str(tmp_path), "--rank", "7")[2].endswith("has logs of 1 rank\n")
     status, _, said = run(capsys, "logs", str(tmp_path / "logs"))
     assert (status, len(said.splitlines())) == (2, 1)
 

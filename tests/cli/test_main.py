@@ -186,7 +186,7 @@ def test_public_names_complete():
         ("megatron-ext train", "omegaconf", ["--dry-run"]),
         ("megatron-ext submit", "hydra", ["steps=1"]),
         ("megatron-ext plan", "omegaconf", ["recipes/traces"]),
-        ("megatron-ext report", "prettytable", ["recipes"]),
+        ("megatron-ext replay", "prettytable", ["recipes/traces/early.npz", "--strategies=none"]),
         ("megatron-ext checkpoint show", "xxhash", ["recipes"]),
     ],
 )

@@ -68,7 +68,7 @@ def test_strategies_without_a_past_are_named(loads, capsys):
 
 def test_strategies_that_never_acted_are_named(loads, capsys, tmp_path):
     """And no sentence takes a strategy's name `none` for a number of strategies."""
-    words = ["--strategies", "none,quota,llep,exact", "balance.llep.min_tokens_per_gemm=1000000"]
+    words = ["--strategies", "none,quota,llep,exact", "balance.llep.alpha=1000000"]
     status, out, _ = run(capsys, "replay", loads, *words, "--out", tmp_path / "out")
     assert re.search(r"^Written: \S+/out/replay.json, .*/replay.html$", out, re.MULTILINE)
     assert status == 0
@@ -85,7 +85,7 @@ def test_strategies_that_never_acted_are_named(loads, capsys, tmp_path):
     )
     few = json.loads(run(capsys, "replay", loads, "--strategies", "none,quota", "--json")[1])
     assert few["never_acted"] == []
-    words = ["--strategies", "none,llep", "balance.llep.min_tokens_per_gemm=1000000"]
+    words = ["--strategies", "none,llep", "balance.llep.alpha=1000000"]
     run(capsys, "replay", loads, *words, "--out", tmp_path / "idle")
     assert "No strategy made a replica: the busiest rank has 1.5" in (
         (tmp_path / "idle" / "replay.html").read_text()

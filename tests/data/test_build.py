@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -122,6 +123,37 @@ def test_output_exists(texts, tmp_path):
     assert list(Manifest.load(out).domains) == ["code"]
     assert sorted(p.name for p in out.iterdir()) == ["code.bin", "code.idx", "manifest.json"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "texts"]
+
+
+def test_what_another_process_made_meanwhile_is_not_replaced(texts, tmp_path):
+    out = tmp_path / "out"
+
+    def make_another(num_bytes):
+        out.mkdir(exist_ok=True)
+        (out / "other").touch()
+
+    with pytest.raises(OSError, match="not empty"):
+        build_dataset(parse_sources([f"{texts}/prose"]), out, on_bytes=make_another)
+    assert [path.name for path in out.iterdir()] == ["other"]
+
+
+def test_the_earlier_dataset_comes_back_where_the_new_one_cannot_be_put(
+    texts, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    build(parse_sources([f"{texts}/prose"]), out)
+    rename = Path.rename
+
+    def stop(path, target):
+        if path.name.endswith(".partial"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", stop)
+    with pytest.raises(KeyboardInterrupt):
+        build(parse_sources([f"{texts}/code"]), out, overwrite=True)
+    assert list(Manifest.load(out).domains) == ["prose"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]
 
 
 def test_overwrite_spares_a_folder_that_is_no_dataset(texts, tmp_path):

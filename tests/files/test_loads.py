@@ -135,6 +135,18 @@ def test_what_is_no_array(tmp_path):
         read_loads(tmp_path / "huge.npz")
 
 
+def test_the_array_that_is_read_is_the_one_that_was_checked(tmp_path):
+    """NumPy prefers the member of an archive that has the bare name."""
+    load, other = np.ones((1, 2, 4), dtype=np.int64), np.full((3, 3), 0.5)
+    np.savez(tmp_path / "loads.npz", load=load)
+    stored = io.BytesIO()
+    np.lib.format.write_array(stored, other)
+    with zipfile.ZipFile(tmp_path / "loads.npz", "a") as archive:
+        archive.writestr("load", stored.getvalue())
+    assert np.array_equal(np.load(tmp_path / "loads.npz")["load"], other)
+    assert torch.equal(read_loads(tmp_path / "loads.npz").load, torch.from_numpy(load))
+
+
 def test_predictions(tmp_path):
     """Written and read; a part of a folder that has none stands for nothing predicted."""
     load, none = torch.ones(2, 2, 4, dtype=torch.int64), -torch.ones(2, 2, 4, dtype=torch.int64)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.files import opening
-from megatron_ext.files.arrays import read_arrays, write_arrays
+from megatron_ext.files.arrays import open_arrays, values_of, write_arrays
 from megatron_ext.files.locks import held
 from megatron_ext.files.opening import (
     NotRegularError,
@@ -82,10 +82,8 @@ def test_what_is_written_replaces_it(kind: str, precious: Path, tmp_path: Path) 
     write_whole(file, ["whole"])
     write_arrays(arrays, {"load": torch.ones(2)}, overwrite=True)
     assert read_regular(file) == b"whole"
-    assert read_arrays(arrays, required=("load",), optional=(), check=len)["load"].tolist() == [
-        1.0,
-        1.0,
-    ]
+    with open_arrays(arrays, ["load"]) as archive:
+        assert values_of(arrays, archive, "load").tolist() == [1.0, 1.0]
     assert precious.read_text() == SECRET
 
 
@@ -99,8 +97,9 @@ def test_a_disk_that_fails_is_one_line_with_the_file(tmp_path: Path) -> None:
         write_whole(file, lines())
     assert list(tmp_path.iterdir()) == []
     failing = Path("/proc/self/mem")  # A regular file whose first page is in no memory.
-    with pytest.raises(ValueError, match="/proc/self/mem cannot be read: Input/output error"):
-        read_arrays(failing, required=("load",), optional=(), check=len)
+    error = pytest.raises(ValueError, match="/proc/self/mem cannot be read: Input/output error")
+    with error, open_arrays(failing, ["load"]):
+        pass
 
 
 def test_a_hard_link_is_not_written(precious: Path, tmp_path: Path) -> None:

@@ -38,6 +38,14 @@ def test_a_strategys_own_settings_count() -> None:
     assert still.imbalance_after == still.imbalance_before
 
 
+@pytest.mark.parametrize("strategy", ["eplb", "lplb", "libra", "libra_paper"])
+def test_loads_without_a_past_forecast_no_strategy_that_lives_by_it(strategy: str) -> None:
+    """EPLB made no replica for the few loads, and Libra took the load before for a prediction."""
+    known = forecast_of(BalanceConfig(strategy=strategy, slots=2))
+    assert known.replication is None
+    assert known.costs is not None
+
+
 def test_shards_of_experts_compute_the_tokens_of_all() -> None:
     whole, sharded = (forecast_of(BalanceConfig(), shards=each).replication for each in (1, 2))
     assert whole is not None

@@ -146,6 +146,16 @@ def test_bytes_that_are_sent_ahead(trace):
     assert of["moved_bytes"] == 10 * (of["replicas_mean"] + 3)
 
 
+@pytest.mark.parametrize(("predicted", "sent"), [(3, 10), (1, 20)])
+def test_the_busiest_sender_sends_wasted_replicas_too(predicted, sent):
+    """All tokens choose expert 0 of rank 0, where expert 1 is, too: another one was predicted."""
+    load, wrong = torch.zeros(2, 1, 2, 4, dtype=torch.int64)
+    load[..., 0] = wrong[..., predicted] = 8
+    loads = Loads(load, {}, wrong)
+    of = make_report(loads, run(loads, "libra"), ask(), expert_bytes=10)["strategies"]["libra"]
+    assert (of["max_rank_sends"], of["moved_bytes"], of["sent_bytes"]) == (1, 20, sent)
+
+
 def check_out(out, overwrite=False):
     options.check_out(Namespace(out=out, overwrite=overwrite), *FILES)
 
@@ -212,8 +222,3 @@ def test_a_prediction_of_the_file(trace):
     last = run(trace, "libra_paper")["libra_paper"]["hit_replicas"]
     assert hits["partly"][4:].tolist() == last[4:].tolist()
     assert hits["exact"].sum() > last.sum()
-
-
-def test_a_strategy_twice(trace):
-    with pytest.raises(ValueError, match="strategy 'quota' is there twice"):
-        run(trace, "quota", "none", "quota")

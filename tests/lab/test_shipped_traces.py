@@ -13,7 +13,7 @@ import torch
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.strategies import STRATEGIES, PlanSettings
 from megatron_ext.balance.strategies.strategy import FromPlacement
-from megatron_ext.config import HistorySettings, LlepSettings
+from megatron_ext.config import HistorySettings
 from megatron_ext.files.loads import Loads, read_loads
 from megatron_ext.lab.planning import Asked
 from megatron_ext.lab.replay import Measured, make_report, replay
@@ -24,8 +24,8 @@ SLOTS = (1, 2)
 KNOW_NO_TOLERANCE = ("eplb", "eplb_exact", "lplb", "llep", "taot")
 OTHERS = ("quota_paper", "quota_shipped", *KNOW_NO_TOLERANCE, "libra", "libra_paper")
 
-# EPLB and LPLB place anew every 3 steps, at EP4; LLEP's pieces fit microbatches of so few tokens.
-HISTORY_AND_PIECES = (HistorySettings(interval=6), LlepSettings(min_tokens_per_gemm=64))
+# EPLB and LPLB place anew every 3 steps, at EP4.
+HISTORY = (HistorySettings(interval=6),)
 
 
 @cache
@@ -39,7 +39,7 @@ def asked(planning: PlanSettings, slots: int) -> Asked:
 
 
 def replayed(name: str, slots: int, tolerance: float) -> dict[str, Measured]:
-    settings = PlanSettings(tolerance=tolerance, sections=HISTORY_AND_PIECES)
+    settings = PlanSettings(tolerance=tolerance, sections=HISTORY)
     others = [strategy for strategy in OTHERS if strategy not in KNOW_NO_TOLERANCE]
     planned = replay(loads_of(name), ("quota", *others), asked(settings, slots))
     return planned | replayed_once(name, slots)
@@ -47,7 +47,7 @@ def replayed(name: str, slots: int, tolerance: float) -> dict[str, Measured]:
 
 @cache
 def replayed_once(name: str, slots: int) -> dict[str, Measured]:
-    settings = PlanSettings(sections=HISTORY_AND_PIECES)
+    settings = PlanSettings(sections=HISTORY)
     return replay(loads_of(name), KNOW_NO_TOLERANCE, asked(settings, slots))
 
 
@@ -86,7 +86,7 @@ def test_traces_are_small():
 
 
 def test_what_is_replayed_once_knows_no_tolerance():
-    settings = PlanSettings(tolerance=0.0, sections=HISTORY_AND_PIECES)
+    settings = PlanSettings(tolerance=0.0, sections=HISTORY)
     exact = replay(loads_of("late_ep8"), KNOW_NO_TOLERANCE, asked(settings, 2))
     for strategy, of in replayed_once("late_ep8", 2).items():
         for name in ("imbalance", "replicas", "remote_assignments"):

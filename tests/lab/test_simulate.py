@@ -7,6 +7,7 @@ balanced. Numbers of the machine are chosen so that seconds come out whole.
 import dataclasses
 import json
 import re
+import shlex
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from megatron_ext.balance.strategies.strategy import PlanSettings
 from megatron_ext.cli import main
 from megatron_ext.config import BalanceConfig
 from megatron_ext.files.loads import Loads, write_loads
+from megatron_ext.lab.forecast import forecast_transport
 from megatron_ext.lab.hardware import Hardware, constants, read_hardware
+from megatron_ext.lab.planning import Asked, Planned
 from megatron_ext.lab.shape import read_shape
 from megatron_ext.lab.simulate import (
     LEGEND,
@@ -32,6 +35,8 @@ from megatron_ext.lab.simulate import (
     simulate,
     timed_sends,
 )
+from megatron_ext.lab.synthetic import generate, make_spec
+from megatron_ext.trainer.config import ParallelConfig, TrainConfig
 from megatron_ext.trainer.model.shape import ModelShape
 from tests import workloads
 from tests.balance.instances import worked_example
@@ -91,9 +96,10 @@ def a_machine(**changes) -> Hardware:
     )
 
 
-def times_of(hardware, plan, load, *, shape=None, solve_s=0.0, slots=1):
+def times_of(hardware, plan, load, *, shape=None, solve_s=0.0, slots=1, placed=None):
     machine = Machine(shape or a_shape(), hardware, 2, 2, tokens=8.0)
-    parts = _layer_times(machine, load[None], [plan], solve_s=solve_s, slots=slots)
+    planned = [Planned(plan, placed, 0.0)]
+    parts = _layer_times(machine, load[None], planned, solve_s=solve_s, slots=slots)
     return [{name: float(value) for name, value in part.items()} for part in parts]
 
 
@@ -187,6 +193,26 @@ def test_shared_experts_hide_plan_and_replicas(load, overlap, solve_s, memory_ba
     assert (forward["solve"], forward["weights"]) == pytest.approx(exposed)
 
 
+@pytest.mark.parametrize(("overlap", "seconds"), [(0.0, 6.0), (1.0, 6.0), (1.0, 70.0), (0.5, 70.0)])
+def test_what_was_placed_by_a_prediction_has_moved_before(load, overlap, seconds):
+    """8 s of the experts of the layer before and 58.7 s of what is dense hide it, of which 16 are
+    the shared expert, behind the plan; used or not, and what was not placed moves as ever."""
+    plan = solve(load, ep_size=2, slots=1)
+    hardware = a_machine(overlap=overlap, weight_bandwidth=48 / seconds)
+    shape = a_shape(shared_expert_hidden_size=3)
+    window = overlap * (8 + 8 * 88 / 12)
+    for held, exposed in (
+        (plan.experts_in_slots, seconds - window),
+        (torch.full_like(plan.experts_in_slots, -1), seconds - overlap * 16),
+        (torch.tensor([[2], [1]], dtype=torch.int32), None),
+    ):
+        forward, backward = times_of(hardware, plan, load, shape=shape, placed=held)
+        if exposed is None:  # Wasted, and then the plan's own.
+            exposed = max(seconds - window + overlap * 16, 0) + seconds - overlap * 16
+        assert forward["weights"] == pytest.approx(max(exposed, 0), abs=1e-9)
+        assert backward == times_of(hardware, plan, load, shape=shape)[1]
+
+
 def test_recompute_does_the_forward_again(load):
     """Of 64 FLOPs of a token's dense parts, the router in the MoE layer has 16."""
     none = solve(load, ep_size=2, slots=1, strategy="none")
@@ -245,6 +271,23 @@ def test_tokens_out_of_the_domain():
     assert machine.costs.token_bandwidth == pytest.approx(4 / (2 / 3))
     inside = Machine(a_shape(), a_machine(domain_ranks=4), 4, 4, tokens=1.0)
     assert inside.costs.token_bandwidth == 16.0
+    # Of 4 ranks the last is alone in its domain: all its bytes go out.
+    alone = Machine(a_shape(), a_machine(domain_ranks=3), 4, 4, tokens=1.0)
+    assert alone.costs.token_bandwidth == 4.0
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 8, 12, 16, 96])
+def test_replicas_stay_where_a_run_on_the_machine_would_keep_them(ranks):
+    loads = Loads(torch.ones(1, ranks, ranks, dtype=torch.int64))
+    asked = Asked(planning=PlanSettings(), slots=1, nvlink_domain=None)
+    config = TrainConfig(parallel=ParallelConfig(ep_size=ranks))
+    for domain_ranks in (1, 8, 64, 72):
+        hardware = a_machine(domain_ranks=domain_ranks)
+        known = {"shape": a_shape(num_experts=ranks), "hardware": hardware, "num_gpus": None}
+        chosen = forecast_transport(config, hardware).domain_ranks
+        assert Setting.of(asked, loads, **known).nvlink_domain == chosen
+        told = dataclasses.replace(asked, nvlink_domain=ranks)
+        assert Setting.of(told, loads, **known).nvlink_domain == ranks
 
 
 def test_step_by_hand(load):
@@ -424,8 +467,6 @@ def test_sizes_that_do_not_fit(load, changes, message):
 
 
 def test_strategies_that_do_not_fit(load):
-    with pytest.raises(ValueError, match="there twice"):
-        simulated(Loads(load[None]), "quota", "quota")
     with pytest.raises(ValueError, match="unknown strategy 'best'"):
         simulated(Loads(load[None]), "best")
     with pytest.raises(ValueError, match="the loads are all zero"):
@@ -631,6 +672,17 @@ def test_command_writes_what_it_says(files, capsys):
     assert "Left out:" in shown
 
 
+def test_tokens_that_choose_fewer_experts_than_the_models(files, capsys):
+    """Rank 0 has 6 of 8 assignments on one expert: no token of 2 choices has two of them there."""
+    assert main(words(files, "--set", "topk=2")) == 2
+    said = "choose at most 1.33 experts each, those of the model tiny 2: --set topk"
+    assert said in capsys.readouterr().err
+    load = worked_example().load.clone()
+    load[1] = 0  # A rank without tokens says nothing.
+    write_loads(files / "loads.npz", Loads(load[None]), overwrite=True)
+    assert main(words(files)) == 0
+
+
 def test_command_names_the_size_that_would_fit(files, capsys):
     assert main(words(files, "--set", "num_experts=8")) == 2
     assert "has 8: --set num_experts=4\n" in capsys.readouterr().err
@@ -653,3 +705,17 @@ def test_command_says_what_is_wrong(files, capsys, change, message):
     assert stdout == ""
     assert stderr.count("\n") == 1
     assert message in stderr
+
+
+def test_the_example_of_the_help_runs(tmp_path, capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"])
+    (example,) = re.findall(
+        r"example:\n  megatron-ext (.*?)\n\n", capsys.readouterr().out, re.DOTALL
+    )
+    monkeypatch.chdir(tmp_path)
+    spec = make_spec("zipf", ranks=64, experts=128, imbalance=2.0)
+    write_loads(tmp_path / "loads.npz", generate("zipf", spec))
+    assert main(shlex.split(example.replace("\\\n", ""))) == 0
+    title = capsys.readouterr().out.splitlines()[0]
+    assert title.endswith("8192 tokens a rank in a microbatch, 4 microbatches, 1 load, 2 slots")

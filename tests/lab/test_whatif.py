@@ -6,12 +6,14 @@ import math
 
 import torch
 
+from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies.strategy import PlanSettings
 from megatron_ext.files.loads import Loads, write_loads
 from megatron_ext.lab.planning import Asked
 from megatron_ext.lab.simulate import Setting, simulate
 from megatron_ext.lab.whatif import answers, page, sample, what_if
+from megatron_ext.mcore.capacity import RankCapacity
 from tests import browser, workloads
 from tests.cli.command import run
 from tests.lab.test_simulate import a_machine, a_shape
@@ -92,6 +94,17 @@ def test_no_token_is_beyond_the_capacity() -> None:
         assert (rank_loads <= factor * balanced).all()
         assert (rank_loads > (factor - 0.011) * balanced).any()
     assert report["capacity_factor"]["before"] > report["capacity_factor"]["after"]
+
+
+def test_a_layer_takes_the_capacity_and_drops_nothing() -> None:
+    """Where loads are even: of HybridEP's rows one stays empty, and plans may be within 1 %."""
+    loads = Loads(torch.full((1, 4, 8), 1024))
+    quota = solve(loads.load[0], ep_size=4, slots=1).quota
+    for which, factor in what_if(loads, ASKED)["capacity_factor"].items():
+        capacity = RankCapacity(factor=factor, align=256, pad=1)
+        assert not capacity.rows_over(quota, 8192).any(), which
+        layout = ExpertLayout(num_experts=8, ep_size=4, slots=1, nvlink_domain=4)
+        assert factor >= capacity.least_factor(8192, layout, PLANNING.tolerance)
 
 
 def test_break_even_is_where_the_gain_begins() -> None:

@@ -232,6 +232,34 @@ def test_values_that_would_be_lines_of_their_own(
     assert len(said.splitlines()) == 1
 
 
+def test_a_script_is_shown_where_slurm_does_not_answer(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    submit: list[str],
+) -> None:
+    for name in ("sbatch", "sinfo"):
+        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    status, script, _ = run(capsys, *submit, "--partition", "gpu", "--dry-run")
+    assert (status, options_of(script)["partition"]) == (0, "gpu")
+
+
+def test_a_folder_for_logs_that_cannot_be_made_is_named_in_a_line(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    submit: list[str],
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    status, _, said = run(capsys, *submit, "--logs", str(tmp_path / "sbatch"))
+    assert status == 1
+    assert f"error: {tmp_path / 'sbatch'}: File exists" in said.splitlines()[-1]
+
+
 def test_a_jobs_script(capsys: pytest.CaptureFixture[str], submit: list[str]) -> None:
     """One task a machine, and an array of tasks a rank; words come through the shell as given."""
     submit = [*submit, "checkpoint.every=5"]

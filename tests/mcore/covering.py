@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -167,12 +167,23 @@ def by_version(trainings: Sequence[Combination]) -> dict[str, list[Combination]]
 
 def of_this_version(cases: Mapping[str, T]) -> dict[str, T]:
     """Return the cases of the installed version: each has one, in turn. Of another, all."""
+    return dict(dealt(cases.items()))
+
+
+def dealt(cases: Iterable[T]) -> list[T]:
+    """Return the cases of the installed version, as `of_this_version`, without names."""
     here = version("megatron-core")
-    return {
-        name: case
-        for number, (name, case) in enumerate(cases.items())
+    return [
+        case
+        for number, case in enumerate(cases)
         if VERSIONS[number % len(VERSIONS)] == here or here not in VERSIONS
-    }
+    ]
+
+
+WITH_ONE_VERSION = pytest.mark.skipif(
+    version("megatron-core") == VERSIONS[1], reason=f"Megatron-Core {VERSIONS[0]} shows the same"
+)
+"""For tests that break something on purpose: what they break is this package's, or their own."""
 
 
 _BEGUN = 40

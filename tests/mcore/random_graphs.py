@@ -71,7 +71,7 @@ REFUSALS = (
     r"ran in the middle of this layer's experts",
     r"no second derivatives",
     r"with gradient_accumulation_fusion, experts add",
-    r"train experts that all ranks had frozen before",
+    r"have frozen or thawed experts, and the other ranks have not",
 )
 """What the errors of balanced layers say where Megatron's own go on."""
 

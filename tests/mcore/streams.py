@@ -253,7 +253,12 @@ class Watch(TorchDispatchMode):
         self._pull_stream.learn(Stream.current.clock)
         self._access(self._grads, self._pull_stream, True, f"pull of {label}")
         for total in (total for of_segment in totals for total in of_segment):
-            memory = self._by_address.setdefault(total.data_ptr(), Memory("totals"))
+            if total.data_ptr() not in self._by_address:
+                self._by_address[total.data_ptr()] = Memory("totals")
+                # Then other tensors may have the address.
+                freed = self._by_address.pop, total.data_ptr(), None
+                weakref.finalize(total.untyped_storage(), *freed)
+            memory = self._by_address[total.data_ptr()]
             self._access(memory, self._pull_stream, True, f"pull of {label}")
         # The transport keeps these until somebody has waited for the pull.
         used = _tensors((totals, aside))

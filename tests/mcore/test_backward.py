@@ -147,8 +147,8 @@ def _alive(rank: int, case: dict[str, Any], transport: str) -> tuple[int, int]:
             if each is not None and each.data_ptr() not in kept:
                 made.append(weakref.ref(each))
 
-    def noted_aside(*args: Any) -> Any:
-        aside = set_aside(*args)
+    def noted_aside(*args: Any, **kwargs: Any) -> Any:
+        aside = set_aside(*args, **kwargs)
         note(aside)
         return aside
 

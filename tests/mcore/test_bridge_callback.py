@@ -32,13 +32,17 @@ class Board:
 
 
 def _train(rank: int, run_dir: Path) -> Any:
+    from megatron.core import num_microbatches_calculator as batches
+
+    # Of 6 samples, two ranks with microbatches of 2 samples train 4.
+    batches.init_num_microbatches_calculator(rank, None, 6, 2, 2, True)
     balanced = partial(megatron_ext.balance_spec, balance=BalanceConfig(tolerance=0.0))
     gpt = build_gpt(ep=2, num_layers=2, experts=6, spec_transform=balanced)
     board = Board() if rank == 1 else None  # Bridge's last rank has them.
     state = SimpleNamespace(
         train_state=SimpleNamespace(step=7),
         cfg=SimpleNamespace(
-            train=SimpleNamespace(global_batch_size=4), model=SimpleNamespace(seq_length=16)
+            train=SimpleNamespace(global_batch_size=6), model=SimpleNamespace(seq_length=16)
         ),
         wandb_logger=board,
         tensorboard_logger=board,
@@ -52,6 +56,7 @@ def _train(rank: int, run_dir: Path) -> Any:
         callback.on_train_step_end(context)
         state.train_state.step += 1
     callback.on_train_end(context)
+    batches.unset_num_microbatches_calculator()
     return board and (board.steps, board.scalars)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from tests.mcore.parity import (
     relative_distance,
 )
 from tests.ranks import run_ranks
+
+from megatron_ext.mcore.sequential_experts import SequentialWeights  # isort: skip
 
 Change = Callable[[TinyGPT], None]
 
@@ -147,15 +150,45 @@ REFUSED: list[tuple[Change, str]] = [
 ]
 
 
-def _refused(rank: int, change: Change, message: str) -> None:
+def _refused(rank: int, change: Change, message: str, is_late: bool) -> None:
     gpt = balanced_gpt(dict(ep=2), BalanceConfig(tolerance=0.0))
+    if is_late:
+        gpt.forward_backward()
     with pytest.raises(ValueError, match=message):
         _gradients(gpt, change)
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED)
 def test_what_replicas_cannot_have_is_refused(change: Change, message: str) -> None:
-    run_ranks(_refused, 2, change, message)
+    run_ranks(_refused, 2, change, message, False)
+
+
+LATE = (_with_another_forward, _with_adapters, _with_buffers)
+
+
+@pytest.mark.parametrize(("change", "message"), [each for each in REFUSED if each[0] in LATE])
+def test_it_is_refused_in_the_middle_of_a_training_too(change: Change, message: str) -> None:
+    """Balancing looked in a layer's first forward only: replicas computed without adapters."""
+    run_ranks(_refused, 2, change, message, True)
+
+
+def _look_again(rank: int, case: dict[str, Any]) -> None:
+    gpt = balanced_gpt(dict(ep=2, **case), BalanceConfig())
+    gpt.forward_backward()
+    with mock.patch.object(SequentialWeights, "require_plain", side_effect=AssertionError):
+        gpt.forward_backward(num_microbatches=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        # The router sets its buffer of counts in each forward.
+        dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+    ],
+)
+def test_experts_that_got_nothing_are_looked_at_once(case: dict[str, Any]) -> None:
+    run_ranks(_look_again, 2, case)
 
 
 def _without_slots(rank: int, change: Change) -> None:

@@ -159,6 +159,14 @@ class EveryTokenEverywhere:
     def reset_over_budget(self) -> None:
         self._is_over.zero_()
 
+    # Megatron-Core 0.20 asks for these, too.
+
+    def check_required_capacity(self) -> None:
+        """It is not known."""
+
+    def invalidate_ep_bootstrap(self) -> None:
+        """Nothing is set up."""
+
     def dispatch_preprocess(
         self, hidden: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:

@@ -85,7 +85,9 @@ def test_main_grads_take_the_sums_over_replicas_themselves(stacked: bool) -> Non
     held = StackedMains(mains, mains) if stacked else SeparateMains(rows)
     weights = MainWeights((held,), fused=True)
     slot_grads = [torch.zeros(1, 4, dtype=torch.bfloat16)]
-    ((_, aside),) = weights.set_aside(torch.tensor([[-1], [1]], dtype=torch.int32), ep_rank=0)
+    slots = torch.tensor([[-1], [1]], dtype=torch.int32)
+    assert weights.set_aside(slots, ep_rank=0, in_place=lambda _: False) == [None]
+    ((_, aside),) = weights.set_aside(slots, ep_rank=0, in_place=lambda _: True)
     assert aside.tolist() == [256.0] * 4
     assert mains.main_grad.tolist() == [[256.0] * 4, [0.0] * 4], "main 0 has no replicas"
     totals = weights.totals(slot_grads, in_place=lambda _: True)

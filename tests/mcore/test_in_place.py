@@ -71,6 +71,11 @@ def test_weights_that_are_not_in_place_are_refused(
     [
         (dict(delay_wgrad_compute=True), {}, "delay_wgrad_compute"),
         (dict(overlap_moe_expert_parallel_comm=True), {}, "overlap_moe_expert_parallel_comm"),
+        (
+            dict(gradient_accumulation_fusion=True, add_bias_linear=True),
+            {},
+            "add_bias_linear and gradient_accumulation_fusion",
+        ),
         ({}, dict(strategy="libra"), "balance.strategy=libra"),
         ({}, dict(local_first=True), "balance.local_first"),
         ({}, dict(objective="time"), "balance.objective=time"),
@@ -81,9 +86,11 @@ def test_what_needs_weights_at_other_times_is_refused_beside_megatron_fsdp(
 ) -> None:
     from megatron_ext.mcore.in_place import check_beside_fsdp
 
-    check_beside_fsdp(SimpleNamespace(), BalanceConfig())
+    plain = dict(gradient_accumulation_fusion=False, add_bias_linear=False)
+    for allowed in ({}, dict(gradient_accumulation_fusion=True), dict(add_bias_linear=True)):
+        check_beside_fsdp(SimpleNamespace(**plain | allowed), BalanceConfig())
     with pytest.raises(ValueError, match=f"^{named}.* must not be set with Megatron-FSDP"):
-        check_beside_fsdp(SimpleNamespace(**settings), BalanceConfig(**balance))
+        check_beside_fsdp(SimpleNamespace(**plain | settings), BalanceConfig(**balance))
 
 
 def _in_another_precision(rank: int) -> None:

@@ -25,6 +25,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from megatron_ext.mcore import limits  # noqa: E402
+from megatron_ext.mcore.capacity import RankCapacity  # noqa: E402
 from megatron_ext.mcore.check import check  # noqa: E402
 from megatron_ext.mcore.even_layer import EvenMoELayer  # noqa: E402
 from megatron_ext.mcore.limits import validate_for_balancing  # noqa: E402
@@ -316,6 +317,38 @@ def test_flags_are_those_of_megatrons_programs() -> None:
             named = re.findall(r"--\S+", problem.rpartition("(")[2].rstrip(")"))
             assert named, rule.field
             assert flags.issuperset(named), rule.field
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        (dict(moe_use_grouped_tensor=True), ["moe_use_grouped_tensor (True)"]),
+        (dict(moe_use_grouped_tensor=True, use_transformer_engine_op_fuser=True), []),
+        (dict(moe_dispatch_fwd_dtype="bf16", moe_combine_bwd_dtype="bf16"), []),
+        (dict(moe_dispatch_fwd_dtype="mxfp8"), ["moe_dispatch_fwd_dtype ('mxfp8')"]),
+        (dict(moe_combine_bwd_dtype="mxfp8"), ["moe_combine_bwd_dtype ('mxfp8')"]),
+    ],
+)
+def test_settings_since_0_20(settings: dict[str, Any], refused: list[str]) -> None:
+    """Of a version that the tests do not run with."""
+    config = SimpleNamespace(gradient_accumulation_fusion=True, **settings)
+    found = limits.broken(limits.MUST_BE, config, "balance")
+    assert [problem.partition(" must be ")[0] for problem in found] == refused
+
+
+@pytest.mark.skipif(
+    not hasattr(TransformerConfig, "moe_expert_rank_capacity_factor"), reason="no rank has limits"
+)
+def test_rows_for_the_op_fuser_are_padded_since_0_20() -> None:
+    config = SimpleNamespace(
+        fp8=None,
+        fp4=None,
+        use_transformer_engine_op_fuser=True,
+        moe_flex_dispatcher_backend="hybridep",
+    )
+    before = RankCapacity.of(config, 1.05)
+    config.moe_use_grouped_tensor = True
+    assert (before.pad, RankCapacity.of(config, 1.05).pad) == (1, 256)
 
 
 def _whole_steps(**settings: Any) -> Any:

@@ -316,7 +316,7 @@ def test_a_report_waits_for_no_device() -> None:
         exact_load=load,
         num_choices=choices.sum(),
         num_right_choices=choices.sum(),
-        replica_use=replica_use(slots, plan),
+        **replica_use(slots, plan),
         expert_bytes=8,
     )
     for name in ("load_accuracy", "choice_accuracy", "sent_ahead_bytes", "topped_up_bytes"):

@@ -285,6 +285,59 @@ def test_hybrid_models_are_balanced_and_dense_ones_left_alone() -> None:
     assert run_ranks(_built, 2) == [[2, 4]] * 2
 
 
+def _numbers_of_hybrid(rank: int) -> list[list[int]]:
+    """Numbers of all MoE layers, with and without balancing."""
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlock,
+        MultiTokenPredictionBlockSubmodules,
+        MultiTokenPredictionLayer,
+        MultiTokenPredictionLayerSubmodules,
+    )
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_ext.balance.layer_report import number_of
+    from megatron_ext.mcore.spec import balance_spec
+    from megatron_ext.mcore.step_metrics import StepMetrics
+
+    config = build_gpt(ep=2, num_layers=4, mtp_num_layers=1).config
+    spec, _ = _hybrid_spec()
+    norm = spec.submodules.moe_layer.submodules.pre_mlp_layernorm
+    predicting = MultiTokenPredictionLayerSubmodules(
+        enorm=norm, hnorm=norm, eh_proj=ColumnParallelLinear, mtp_model_layer=None, layer_norm=norm
+    )
+    spec.submodules.mtp_block_spec = ModuleSpec(
+        module=MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules(
+            layer_specs=[ModuleSpec(module=MultiTokenPredictionLayer, submodules=predicting)]
+        ),
+    )
+    found = []
+    for each in (spec, balance_spec(spec, EXACT)):
+        with mock.patch.object(hybrid_block, "TENorm", norm):
+            model = HybridModel(
+                config=config,
+                hybrid_stack_spec=each,
+                hybrid_layer_pattern="ME*E/*E",
+                vocab_size=gpt_module.VOCAB,
+                max_sequence_length=SEQUENCE,
+            )
+        StepMetrics([model]).close()
+        layers = [part for part in model.modules() if isinstance(part, MoELayer)]
+        found.append([number_of(layer) for layer in layers])
+    assert [layer.layer_number for layer in layers] == found[1]
+    return found
+
+
+@pytest.mark.skipif(not HAS_REPEATED, reason="hybrid models predict since Megatron-Core 0.19")
+def test_predicting_layers_of_hybrid_models_are_numbered_behind_the_decoders() -> None:
+    """Theirs began at 1: their loads were added to those of a layer on another stage."""
+    assert run_ranks(_numbers_of_hybrid, 2) == [[[2, 4, 6], [2, 4, 6]]] * 2
+
+
 @pytest.mark.option("hybrid")
 def test_a_hybrid_model_whose_layers_differ_is_balanced() -> None:
     assert all(replicas > 0 for replicas in run_ranks(_hybrid, 2))

@@ -7,7 +7,7 @@ for the streams of a GPU. Pairs with other options are in `test_combinations.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,12 +16,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.autograd import Variable
 
 from megatron_ext.balance import held_back
 from megatron_ext.config import BalanceConfig
 from tests.gpt import TinyGPT  # first: it enables the CPU platform
 from tests.mcore import inside
-from tests.mcore.covering import of_this_version
+from tests.mcore.covering import WITH_ONE_VERSION, of_this_version
 from tests.mcore.graphs import graph_layers
 from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.mcore.streams import Stream, Watch, clocked_streams
@@ -32,6 +33,7 @@ from tests.ranks import run_ranks
 OVERLAP = dict(overlap_moe_expert_parallel_comm=True)
 EARLY = dict(ep_overlap_early_attn_memory_release=True)
 FUSED = dict(gradient_accumulation_fusion=True)
+BIASED = dict(add_bias_linear=True)
 IN_BACKWARD = dict(distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
 EXACT = BalanceConfig(tolerance=0.0)
 
@@ -160,11 +162,13 @@ def _train_broken(rank: int, case: Case, break_it: Callable[[], Any]) -> list[st
         return train_with_and_without(rank, case)[1]
 
 
+@WITH_ONE_VERSION
 def test_gradients_that_ddp_hears_of_early_change_weights() -> None:
     case = CASES["reduced in backward"]
     assert any(run_ranks(_train_broken, case.world_size, case, _telling_at_once))
 
 
+@WITH_ONE_VERSION
 def test_replicas_pushed_while_another_microbatch_has_the_slots_are_noticed() -> None:
     case = CASES["three layers"]
     with pytest.raises(RuntimeError, match="ran in the middle of this layer's experts"):
@@ -193,22 +197,30 @@ class Watched(NamedTuple):
 def _ddp_on_a_stream_of_its_own(gpt: TinyGPT) -> Iterator[None]:
     """Let the leaves of DDP have the stream on which DDP was made, as in Megatron's programs.
 
-    Autograd lets that stream wait for what computes gradients, and for nothing else; who called
-    backward then waits for it. A reduction reads all gradients of its bucket.
+    Autograd lets that stream wait for what computes gradients, and for nothing else. Who called
+    backward waits for it when all of that backward is done, and nobody earlier. A reduction reads
+    all gradients of its bucket.
     """
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-    of_ddp, callers = Stream(name="DDP"), []
+    of_ddp, callers, engine = Stream(name="DDP"), [], Variable._execution_engine
     start = _ParamAndGradBucketGroup.start_grad_sync
 
-    def begin(_: Any) -> None:
+    def begin(grads: Sequence[torch.Tensor | None]) -> None:
+        for grad in grads:
+            if grad is not None:
+                grad.record_stream(of_ddp)  # as autograd does
         callers.append(caller := Stream.current)
         of_ddp.learn({caller.name: caller.clock[caller.name]})
         Stream.current = of_ddp
 
     def end(*_: Any) -> None:
         Stream.current = callers.pop()
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        result = engine.run_backward(*args, **kwargs)
         Stream.current.learn(of_ddp.clock)
+        return result
 
     def read_and_start(group: Any, *args: Any, **kwargs: Any) -> None:
         for parameter in group.params:
@@ -218,7 +230,11 @@ def _ddp_on_a_stream_of_its_own(gpt: TinyGPT) -> Iterator[None]:
     for leaf in (leaf for chunk in gpt.chunks for leaf in chunk.grad_accs):
         leaf.register_prehook(begin)
         leaf.register_hook(end)
-    with mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", read_and_start):
+    learning = mock.Mock(wraps=engine, run_backward=run_backward)
+    with (
+        mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", read_and_start),
+        mock.patch.object(Variable, "_execution_engine", learning),
+    ):
         yield
 
 
@@ -242,14 +258,17 @@ ORDERED = {
     "early release": (OVERLAP | EARLY | FUSED, torch.float32),
     "frozen": (OVERLAP | dict(frozen=r"\.experts\."), torch.float64),
     "MoE layers recomputed": (FUSED | dict(recompute="selective"), torch.float32),
+    "biases, overlapped": (OVERLAP | FUSED | BIASED, torch.float32),
+    "biases, recomputed": (FUSED | BIASED | dict(recompute="selective"), torch.float32),
+    "biases, in turn": (FUSED | BIASED | IN_BACKWARD, torch.float32),
     "layers recomputed": (dict(recompute="full"), torch.float64),
 }
 
 
 @pytest.mark.option("overlap")
-@pytest.mark.parametrize(("settings", "dtype"), ORDERED.values(), ids=ORDERED.keys())
-def test_streams_use_the_slots_in_order(settings: dict[str, Any], dtype: torch.dtype) -> None:
-    for watched in run_ranks(watched_step, 2, settings, dtype):
+@pytest.mark.parametrize("name", of_this_version(dict.fromkeys(ORDERED)))
+def test_streams_use_the_slots_in_order(name: str) -> None:
+    for watched in run_ranks(watched_step, 2, *ORDERED[name]):
         assert watched.num_checks >= 12
         assert watched.errors == []
 
@@ -316,6 +335,7 @@ def _watch_broken(
         return watched_step(rank, settings, dtype).errors
 
 
+@WITH_ONE_VERSION
 @pytest.mark.parametrize(
     ("break_it", "what", "schedule"),
     [

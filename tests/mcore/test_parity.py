@@ -20,6 +20,7 @@ from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.config import BalanceConfig, HistorySettings, LibraSettings, LlepSettings
 from megatron_ext.files.placement import write_placement
 from tests.mcore.clock import DEAR_EXPERTS_MS, rounds_take
+from tests.mcore.covering import dealt
 from tests.mcore.parity import (
     GRADIENT_TOLERANCE,
     STEP_TOLERANCE,
@@ -112,7 +113,7 @@ def _steps(rank: int, cases: list[Case]) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", by_world_size(GRADIENT_CASES))
 def test_gradients_equal_unbalanced_megatron(world_size: int) -> None:
-    cases = GRADIENT_CASES[world_size]
+    cases = dealt(GRADIENT_CASES[world_size])
     balance = BalanceConfig(tolerance=0.0, transport=TRANSPORTS[world_size])
     differences = run_ranks(_gradients, world_size, cases, balance, timeout_s=400)
     _check(differences, cases, GRADIENT_TOLERANCE)
@@ -138,7 +139,7 @@ def test_gradients_equal_unbalanced_megatron_over_deepep_and_hybridep() -> None:
 
 @pytest.mark.parametrize("world_size", by_world_size(STEP_CASES))
 def test_training_equals_unbalanced_megatron(world_size: int) -> None:
-    cases = STEP_CASES[world_size]
+    cases = dealt(STEP_CASES[world_size])
     _check(run_ranks(_steps, world_size, cases, timeout_s=400), cases, STEP_TOLERANCE)
 
 
@@ -236,7 +237,7 @@ def _steps_ahead(rank: int, cases: list[Case], local_first: bool) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", by_world_size(AHEAD_CASES))
 def test_replicas_sent_ahead_change_no_gradient(world_size: int) -> None:
-    cases = AHEAD_CASES[world_size]
+    cases = dealt(AHEAD_CASES[world_size])
     transport = TRANSPORTS[world_size]
     balance = BalanceConfig(strategy="libra", tolerance=0.0, transport=transport, check_plans=True)
     differences = run_ranks(_gradients, world_size, cases, balance, timeout_s=400)
@@ -246,8 +247,9 @@ def test_replicas_sent_ahead_change_no_gradient(world_size: int) -> None:
 
 @pytest.mark.parametrize("local_first", [False, True])
 def test_replicas_sent_ahead_change_no_step(local_first: bool) -> None:
-    differences = run_ranks(_steps_ahead, 2, AHEAD_STEP_CASES, local_first, timeout_s=400)
-    _check(differences, AHEAD_STEP_CASES, STEP_TOLERANCE)
+    cases = dealt(AHEAD_STEP_CASES)
+    differences = run_ranks(_steps_ahead, 2, cases, local_first, timeout_s=400)
+    _check(differences, cases, STEP_TOLERANCE)
     _check_hits(differences)
 
 

@@ -55,14 +55,14 @@ class Case:
 CASES = {
     "router and preprocess": Case(scopes=("moe_router", "moe_preprocess")),
     "attention and router": Case(scopes=("attn", "moe_router")),
-    "shared experts": Case(dict(shared_ffn=24)),
-    "multi-token prediction": Case(dict(mtp_num_layers=1)),
-    "interleaved": Case(dict(pp=2, vpp=2, num_layers=4), world_size=4, num_microbatches=4),
 }
 """With each version of Megatron-Core."""
 
 HISTORY = HistorySettings(interval=1)
 CASES_OF_ONE_VERSION = {
+    "shared experts": Case(dict(shared_ffn=24)),
+    "multi-token prediction": Case(dict(mtp_num_layers=1)),
+    "interleaved": Case(dict(pp=2, vpp=2, num_layers=4), world_size=4, num_microbatches=4),
     "attention, with recomputed MoE layers": Case(dict(recompute="selective"), ("attn",)),
     "their overlap": Case(dict(shared_ffn=24, moe_shared_expert_overlap=True)),
     "allgather": Case(dict(dispatcher="allgather")),

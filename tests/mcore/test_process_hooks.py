@@ -34,6 +34,8 @@ def state_of_the_process() -> list[Any]:
         GPTModel.__init__,
         list(torch_optimizer._global_optimizer_pre_hooks.values()),
         list(torch_module._global_module_registration_hooks.values()),
+        list(torch_module._global_parameter_registration_hooks.values()),
+        list(torch_module._global_buffer_registration_hooks.values()),
         ranges._wants_nvtx,
     ]
 

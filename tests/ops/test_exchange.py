@@ -3,6 +3,11 @@
 One process; what ranks do with each other is tested in `tests/transport`.
 """
 
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -268,3 +273,22 @@ def test_restarts():
     for end in ranks.ends:
         end.restart(highest)
     ranks.push(2.0)
+
+
+def _pull_without_a_thread():
+    end = Ranks().ends[0]
+    pull = [0], [MAIN], [None], [1, 1, 0], [], ""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 20), before[1]))
+    with pytest.raises(RuntimeError, match="Resource temporarily unavailable"):
+        end.start_pull(*pull)
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    end.restart(end.abort())
+    end.start_pull(*pull)
+
+
+def test_where_no_thread_could_be_started_nothing_is_waited_for():
+    code = f"from {__name__} import _pull_without_a_thread as pull; pull()"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr

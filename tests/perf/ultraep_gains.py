@@ -77,10 +77,10 @@ def find_loads(shape, hardware, tokens: int, gpus: int) -> Loads:
 LAYER_TIMES = lab._layer_times
 
 
-def as_published(machine, load, plans, **given):
+def as_published(machine, load, planned, **given):
     """A layer's times: plan and replicas are exposed in forward, by Eq. 1; by Eq. 2 not later."""
     bare = replace(machine, hardware=replace(machine.hardware, overlap=0.0))
-    forward, backward = LAYER_TIMES(bare, load, plans, **given)
+    forward, backward = LAYER_TIMES(bare, load, planned, **given)
     return forward, backward | dict.fromkeys(("weights", "reduce"), torch.zeros(len(load)))
 
 

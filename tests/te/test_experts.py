@@ -7,6 +7,7 @@ where it does not.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import weakref
 from functools import partial
@@ -99,20 +100,49 @@ def test_gradients_equal_unbalanced_megatron() -> None:
         assert all(rank[index].replicas > 0 for rank in by_rank), f"{case}: nothing was tested"
 
 
-def _trained_elsewhere(rank: int) -> None:
-    from megatron_ext.mcore.experts import expert_weights
-
-    gpt = build_gpt(**TE | dict(ep=1, num_layers=1, experts=2, frozen="fc1"))
-    experts = gpt.chunks[0].module.decoder.layers[0].mlp.experts
-    weights = expert_weights(experts)
-    slots = [[rows[0].clone().requires_grad_()] for rows in weights.mains().rows()]
-    tokens, counts = torch.randn(8, 16), torch.tensor([4, 0, 4])
-    with pytest.raises(ValueError, match=r"experts\.linear_fc1 of this rank is frozen"):
-        weights.run(slots, tokens, counts, torch.rand(8))
+def _freeze(gpt: TinyGPT, pattern: str) -> None:
+    for name, parameter in gpt.named_parameters():
+        parameter.requires_grad_(re.search(pattern, name) is None)
 
 
-def test_trained_replicas_beside_frozen_experts_are_refused() -> None:
-    run_ranks(_trained_elsewhere, 1)
+def _frozen_in_turn(rank: int, case: dict[str, Any]) -> None:
+    plain, gpt = build_gpt(**TE, **case), balanced_gpt(TE | case, EXACT)
+    for pattern in ("$^", "fc1", r"\.experts\.", r"layers\.0\..*\.experts\.", "$^", "."):
+        for each in (plain, gpt):
+            _freeze(each, pattern)
+            each.forward_backward(num_microbatches=2, forward_only=pattern == ".")
+        expected = plain.gradients()
+        for name, value in gpt.gradients().items():
+            assert (value - expected[name]).norm() <= STEP_TOLERANCE * expected[name].norm(), name
+    assert all(layer.num_replicas > 0 for layer in balanced_layers(gpt)), "nothing was tested"
+
+
+@pytest.mark.parametrize("case", [{}, dict(gradient_accumulation_fusion=True)])
+def test_experts_are_frozen_and_thawed_in_turn(case: dict[str, Any]) -> None:
+    run_ranks(_frozen_in_turn, 2, case)
+
+
+def _frozen_on_one_rank(rank: int, frozen: str, trains_before: bool) -> None:
+    gpt = balanced_gpt(TE, EXACT)
+    if trains_before:
+        gpt.forward_backward()
+    _freeze(gpt, frozen)
+    errors = {
+        False: (ValueError, "linear_fc1.weight must have one dtype.*None.*freeze a linear of all"),
+        True: (RuntimeError, "have frozen or thawed experts, and the other ranks have not"),
+    }
+    error, message = errors[trains_before]
+    with pytest.raises(error, match=f"layer 1: .*{message}"):
+        gpt.forward_backward()
+
+
+@pytest.mark.parametrize("frozen", [r"\.experts\.0\.", r"\.experts\.[2-9]\."])
+@pytest.mark.parametrize("trains_before", [False, True])
+def test_experts_frozen_on_some_ranks_only_are_an_error_on_all(
+    frozen: str, trains_before: bool
+) -> None:
+    """Transformer Engine asks the first expert of a rank whether to compute gradients of any."""
+    run_ranks(_frozen_on_one_rank, 2, frozen, trains_before, timeout_s=60)
 
 
 def _with_adapters(rank: int) -> None:

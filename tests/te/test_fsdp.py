@@ -24,6 +24,7 @@ from megatron_ext.config import BalanceConfig
 from tests import gpt
 from tests.gpt import TinyGPT
 from tests.mcore import inside
+from tests.mcore.covering import of_this_version
 from tests.mcore.parity import (
     Difference,
     balanced_gpt,
@@ -113,12 +114,18 @@ def sharding(**groups: int) -> Iterator[None]:
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "sequential": (4, dict(ep=2) | SHARDED),
-    "sequential, fused": (4, dict(ep=2) | FUSED),
-    "one data-parallel rank": (2, dict(ep=2) | SHARDED),
     "grouped": (4, TE | GATED | SHARDED),
     "grouped, fused": (4, TE | GATED | FUSED),
-    "recomputed": (4, TE | GATED | FUSED | dict(recompute="selective")),
 }
+"""With each version of Megatron-Core."""
+CASES |= of_this_version(
+    {
+        "sequential, fused": (4, dict(ep=2) | FUSED),
+        "one data-parallel rank": (2, dict(ep=2) | SHARDED),
+        "biases": (4, dict(ep=2, add_bias_linear=True) | SHARDED),
+        "recomputed": (4, TE | GATED | FUSED | dict(recompute="selective")),
+    }
+)
 if HAS_BLOCKS:
     # Before, Megatron-FSDP gathers nothing for them, and frozen parameters end it.
     ACTS = dict(recompute_granularity="selective", recompute_modules=["layernorm", "moe_act"])
@@ -255,6 +262,10 @@ def _refused(rank: int) -> None:
         balance = BalanceConfig(local_first=True)
         with pytest.raises(ValueError, match=r"balance\.local_first must not be set with Megat"):
             balanced_gpt(dict(ep=2) | SHARDED, balance).forward_backward()
+        biased = dict(ep=2, add_bias_linear=True)
+        with pytest.raises(ValueError, match="add_bias_linear and gradient_accumulation_fusion"):
+            balanced_gpt(biased | FUSED, EXACT).forward_backward()
+        balanced_gpt(biased | SHARDED, EXACT).forward_backward()
 
 
 def test_what_needs_weights_at_other_times_is_refused() -> None:

@@ -18,7 +18,7 @@ import torch
 from megatron_ext.balance import held_back
 from megatron_ext.config import BalanceConfig
 from tests.mcore import inside
-from tests.mcore.covering import of_this_version
+from tests.mcore.covering import WITH_ONE_VERSION, of_this_version
 from tests.mcore.parity import balanced_gpt
 from tests.mcore.test_overlap import (
     EARLY,
@@ -173,6 +173,19 @@ def test_experts_one_by_one_cannot_delay() -> None:
         run_ranks(_build_sequential, 2)
 
 
+def _weight_gradients_too_late(rank: int) -> None:
+    gpt = balanced_gpt(EXPERTS | dict(ep=2), BalanceConfig(), **DELAY)
+    tokens = gpt.tokens(0, 0)[:, :-1]
+    positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+    output = gpt.chunks[0].module(tokens, positions, None)
+    with pytest.raises(RuntimeError, match=r"layer 2, .* call the MoE layer's backward_dw\(\)"):
+        output.square().mean().backward()
+
+
+def test_weight_gradients_that_come_too_late_are_refused() -> None:
+    run_ranks(_weight_gradients_too_late, 2)
+
+
 def _train_with_hooks_at_once(rank: int, case: Case) -> list[str]:
     with mock.patch.object(held_back, "call_when_complete", lambda main, call: call()):
         return train_with_and_without(rank, case)[1]
@@ -190,6 +203,7 @@ def _train_with_early_reduction(rank: int, case: Case) -> list[str]:
         return train_with_and_without(rank, case)[1]
 
 
+@WITH_ONE_VERSION
 @pytest.mark.parametrize("broken", [_train_with_hooks_at_once, _train_with_early_reduction])
 def test_a_broken_order_changes_gradients(broken: Any) -> None:
     # Compared with a training in turn, which holds nothing back.

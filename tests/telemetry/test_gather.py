@@ -239,6 +239,18 @@ def test_what_balancing_took_is_what_was_counted(run: tuple[Path, list[Found]]) 
         assert 0 < line["plan_ms"] < line["step_ms"]
 
 
+def test_replicas_that_are_sent_ahead_count_with_all_shards(data: Path, tmp_path: Path) -> None:
+    given = ["balance.strategy=libra", "model.num_layers=3"]
+    given += ["+megatron.expert_tensor_parallel_size=2"]
+    found = run_ranks(_counted, 4, [*overrides(data, tmp_path), *SETTINGS, *given])
+    for index, line in enumerate(read_metrics(tmp_path)):
+        moved = sum(each.bytes.get((index, "push"), 0) for each in found)
+        assert line["pushed_bytes"] == moved > 0
+        # An expert has two weights of 16 x 32 elements in float32.
+        sent = line["hit_replicas"] + line["wasted_replicas"]
+        assert line["sent_ahead_bytes"] == pytest.approx(2 * 16 * 32 * 4 * sent) != 0
+
+
 def test_names_are_of_sections_and_at_most_so_many() -> None:
     assert {metric.section for metric in METRICS.values()} == set(SECTIONS)
     layers = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint.filesystem
 
 from megatron_ext.telemetry import heartbeat
 from megatron_ext.telemetry.heartbeat import (
@@ -21,6 +22,7 @@ from megatron_ext.telemetry.heartbeat import (
     own_status,
     read_statuses,
     status_path,
+    waits_at,
 )
 from tests.ranks import run_ranks
 
@@ -88,6 +90,13 @@ def test_a_process_that_ended_or_another_of_its_number_is_gone(tmp_path: Any) ->
     assert replace(status, started=status.started + 1).process == "gone"
     assert replace(status, pid=2**22 + 1).process == "gone"
     assert replace(status, host="elsewhere").process == "?"
+    # A container with the host's network has the host's name.
+    assert replace(status, namespace="pid:[1]").process == "?"
+
+
+def test_a_rank_that_writes_a_checkpoint_waits_for_no_other() -> None:
+    assert waits_at(torch.distributed.distributed_c10d.__file__, 1)
+    assert not waits_at(torch.distributed.checkpoint.filesystem.__file__, 1)
 
 
 @pytest.mark.parametrize(

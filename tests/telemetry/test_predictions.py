@@ -61,13 +61,15 @@ def test_accuracy_of_each_layer_and_bytes_ahead_and_in_time(tmp_path: Path) -> N
             assert metrics[f"choice_accuracy_layer_{layer}"] == pytest.approx(mean)
         assert "choice_accuracy_layer_1" not in metrics
         # An expert has two weights of 16 x 32 elements in float32.
-        sent = [one.prediction.hit_replicas + one.prediction.wasted_replicas for one in known]
-        added = [one.prediction.topped_up_replicas for one in known]
+        used, added, wasted = (
+            [int(getattr(one.prediction, f"{what}_replicas")) for one in known]
+            for what in ("hit", "topped_up", "wasted")
+        )
+        sent = [sum(pair) for pair in zip(used, wasted, strict=True)]
         expert_bytes = 2 * 16 * 32 * 4
         assert metrics["sent_ahead_bytes"] == pytest.approx(expert_bytes * sum(sent) / len(known))
         assert metrics["topped_up_bytes"] == pytest.approx(expert_bytes * sum(added) / len(known))
         assert metrics["topped_up_replicas"] == pytest.approx(sum(added) / len(known))
-        used = [one.prediction.hit_replicas for one in known]
         assert [sum(pair) for pair in zip(used, added, strict=True)] == [
             one.num_replicas for one in known
         ]

@@ -240,6 +240,32 @@ def test_ignored_numbers_are_not_saved(data: Path, tmp_path: Path) -> None:
     assert [line["loss"] is None for line in lines_of(tmp_path)] == [False] * 4 + [True] * 4
 
 
+def a_reported_loss(training: Any, rank: int, of_rank: int, number: int) -> Any:
+    """The loss of one microbatch is said to be NaN, and its gradients are good."""
+    from megatron_ext.trainer import loop
+
+    mean_loss, calls = loop._mean_loss, iter(range(10**6))
+
+    def misreported(loss_mask: torch.Tensor, losses: torch.Tensor) -> Any:
+        loss, report = mean_loss(loss_mask, losses)
+        is_it = rank == of_rank and next(calls) == number
+        return loss, {"loss": report["loss"] * float("nan")} if is_it else report
+
+    return mock.patch.object(loop, "_mean_loss", misreported)
+
+
+def test_a_state_behind_such_a_loss_is_not_saved(data: Path, tmp_path: Path) -> None:
+    arguments = [*overrides(data, tmp_path), *EVERY_2, "on_nan=skip", "steps=4"]
+    ended = run_ranks(attacked, 2, arguments, a_reported_loss, 0, 2)
+    assert [status for status, _ in ended] == [None, None]
+    assert ended[0][1] == [
+        "warning: step 2: the loss is nan: loss of microbatch 0, rank 0 (nan); the optimizer step "
+        "was made",
+        "warning: step 2: the state is not saved: the loss is nan",
+    ]
+    assert checkpoints(tmp_path) == ["step_00000004"]
+
+
 def a_state(training: Any, rank: int, of_rank: int, step: int) -> Any:
     """One of Adam's numbers becomes infinite: its weight stays as it is, for ever."""
 

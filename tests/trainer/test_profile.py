@@ -170,6 +170,13 @@ def test_a_run_that_is_stopped_keeps_what_was_recorded(tmp_path: Path) -> None:
     assert [each["pid"] for each in steps] == [0]
 
 
+@pytest.mark.parametrize("place", [PROFILE_FILE, ".profile_rank_00000.json"])
+def test_a_profile_that_cannot_be_written_is_left_out(place: str, tmp_path: Path) -> None:
+    (tmp_path / place).mkdir()
+    assert run_ranks(_record_too_few, 2, tmp_path) == [(None, None)] * 2
+    assert [each.name for each in tmp_path.iterdir()] == [place]
+
+
 def test_runs_that_take_turns_are_not_recorded(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

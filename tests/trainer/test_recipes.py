@@ -197,6 +197,11 @@ TOO_FEW = (
 
 WRONG = {
     "fewer GPUs than the recipe needs": ([], 8, TOO_FEW),
+    "fewer ranks on CPUs than asked for": (
+        ["size=tiny", "parallel.num_ranks=4"],
+        2,
+        "the number of ranks (2) must be >= parallel.num_ranks (4): start so many (--ranks 4)",
+    ),
     "EP larger than the NVLink domain": (
         ["hardware=server_8_h100"],
         256,

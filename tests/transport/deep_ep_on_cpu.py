@@ -6,6 +6,7 @@ all ranks lie in shared memory of one machine, as DeepEP's lie in memory that GP
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,11 +91,14 @@ class EPBuffer:
         self._check(slots, mains, redundancy_mapping)
         assert mains[0].nbytes == slots[0].nbytes
         assert slots[0].nbytes % TMA == 0
+        mapping_of = weakref.ref(redundancy_mapping)
 
         def move() -> None:
+            mapping = mapping_of()
+            assert mapping is not None, "the caller holds the mapping until it has waited"
             of_all = self._of_all(mains.contiguous().view(torch.uint8).reshape(len(mains), -1))
             of_slots = slots.view(torch.uint8).view(len(slots), -1)
-            for slot, expert in enumerate(redundancy_mapping[self.group.rank()].tolist()):
+            for slot, expert in enumerate(mapping[self.group.rank()].tolist()):
                 if expert >= 0:
                     of_slots[slot].copy_(of_all[expert // len(mains)][expert % len(mains)])
 
@@ -113,10 +117,13 @@ class EPBuffer:
         assert slots.dtype == mains.dtype == torch.float32
         assert slots.dim() == mains.dim() == 2
         assert slots.shape[1] == mains.shape[1]
+        mapping_of = weakref.ref(redundancy_mapping)
 
         def add() -> None:
+            mapping = mapping_of()
+            assert mapping is not None, "the caller holds the mapping until it has waited"
             of_all = self._of_all(slots)
-            for rank, row in enumerate(redundancy_mapping.tolist()):
+            for rank, row in enumerate(mapping.tolist()):
                 for slot, expert in enumerate(row):
                     if expert >= 0 and expert // len(mains) == self.group.rank():
                         mains[expert % len(mains)] += of_all[rank][slot]

@@ -86,7 +86,12 @@ class Cuda:
         return NO_PEER if (reader, place.memory.device) in self.apart else 0
 
     def cuMemcpyHtoD_v2(self, address: Any, content: Any, size: Any) -> int:
-        self.live[address.value].memory.content = ctypes.string_at(content, size.value)
+        self._staged = self.live[address.value].memory, ctypes.string_at(content, size.value)
+        return 0
+
+    def cuCtxSynchronize(self) -> int:
+        """Only now a copy from memory that is not pinned has surely come."""
+        memory, memory.content = self._staged
         return 0
 
     def cuMemcpyDtoH_v2(self, content: Any, address: Any, size: Any) -> int:

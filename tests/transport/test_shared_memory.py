@@ -459,6 +459,20 @@ def test_memory_that_cannot_be_shared_is_refused() -> None:
     run_ranks(_ask_for_different_memory, 2)
 
 
+def _fail_to_share_once(rank: int) -> None:
+    side = side_of()
+    with (
+        mock.patch.object(shared_memory, "share", side_effect=RuntimeError("no memory")),
+        pytest.raises(RuntimeError, match="no memory"),
+    ):
+        check_rows(side, 0, 3)
+    check_rows(side, 1, 3)
+
+
+def test_memory_for_rows_is_asked_for_until_it_is_there() -> None:
+    run_ranks(_fail_to_share_once, 2)
+
+
 def _give_the_wrong_tensors(rank: int) -> None:
     side = side_of()
     with pytest.raises(ValueError, match=r"slot_weights .*must be .*allocate\(\)"):

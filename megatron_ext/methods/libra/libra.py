@@ -125,51 +125,12 @@ def _plan(
 ) -> BalancePlan:
     """Plan one load."""
     even = quota_planner.solve(load, layout, settings)
-    limit = max(_goal(load, settings), int(even.rank_loads().max()))
+    goal = target_load(int(load.sum()), layout.ep_size, round(settings.tolerance * 1e6))
+    limit = max(goal, int(even.rank_loads().max()))
     parts = _begin(load, placed, layout)
-    if all(part.reach(limit, settings.min_quota, top_up=True) for part in parts):
+    if all(part.reach(limit, settings.min_quota) for part in parts):
         return _plan_of(parts, layout)
     return BalancePlan(layout, even.quota, _align(even.experts_in_slots, placed))
-
-
-def split_over_placed(
-    load: Tensor, placed: Tensor, layout: ExpertLayout, settings: PlanSettings
-) -> BalancePlan:
-    """Split the exact load over the placed replicas alone, to measure the prediction.
-
-    With `min_quota` 1 no split over these replicas has a lower busiest rank, down to the tolerance.
-
-    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
-    >>> placed = torch.tensor([[2], [1]], dtype=torch.int32)
-    >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
-    >>> split_over_placed(load, placed, layout, PlanSettings()).rank_loads().tolist()
-    [10, 6]
-    """
-    rows = placed.tolist()
-    return plan_each(load, layout, lambda one: _split(one, rows, layout, settings))
-
-
-def _split(
-    load: Tensor, placed: list[list[int]], layout: ExpertLayout, settings: PlanSettings
-) -> BalancePlan:
-    """Plan one load, over the replicas that are there."""
-    best = _begin(load, placed, layout)
-    reached = max(max(part.rank_loads) for part in best)
-    low = min(reached, _goal(load, settings))
-    limit = low
-    while low < reached:
-        parts = _begin(load, placed, layout)
-        if all(part.reach(limit, settings.min_quota, top_up=False) for part in parts):
-            best, reached = parts, limit
-        else:
-            low = limit + 1
-        limit = (low + reached) // 2
-    return _plan_of(best, layout)
-
-
-def _goal(load: Tensor, settings: PlanSettings) -> int:
-    """Return the most assignments of a rank within the tolerance, as the quota planner does."""
-    return target_load(int(load.sum()), load.shape[0], round(settings.tolerance * 1e6))
 
 
 def _align(experts_in_slots: Tensor, placed: list[list[int]]) -> Tensor:
@@ -236,10 +197,10 @@ class _Shares:
                 if expert >= 0:
                     self._instances[expert].add(rank)
 
-    def reach(self, limit: int, min_quota: int, *, top_up: bool) -> bool:
+    def reach(self, limit: int, min_quota: int) -> bool:
         """Bring every rank down to `limit`; return whether that was possible."""
         busiest_first = sorted(range(len(self.rank_loads)), key=lambda r: -self.rank_loads[r])
-        for may_add in (False, True) if top_up else (False,):
+        for may_add in (False, True):
             for rank in busiest_first:
                 while self.rank_loads[rank] > limit:
                     paths = self._paths(rank)

@@ -172,8 +172,8 @@ class LookaheadMoELayer(BalancedMoELayer):
             exact_load=load,
             num_choices=chosen.sum(),
             num_right_choices=(prediction.routing_map & chosen).sum(),
-            replica_use=replica_use(placed, forward.plan),
-            expert_bytes=self.balancer.expert_bytes,
+            **replica_use(placed, forward.plan),
+            expert_bytes=report.weight_bytes,
         )
         return dataclasses.replace(report, prediction=of_prediction)
 
@@ -214,9 +214,11 @@ def predict_routing(router: Any, hidden_states: Tensor) -> Tensor:
     """Return the choices of Megatron's router for another layer's input [s, b, H]: bool [N, E].
 
     The call changes nothing: without gradients Megatron's router counts nothing and adds no loss,
-    and the jitter of its input, which would draw random numbers, is skipped.
+    and the jitter of its input, which would draw random numbers, is skipped. So is an adapter that
+    a program has put around the router.
     """
     finish_parameter_gather(router)
+    router = next(part for part in router.modules() if hasattr(part, "routing"))
     with torch.no_grad():
         _, choices = router.routing(router.gating(hidden_states))
     return as_map(choices, router.config.num_moe_experts)

@@ -22,9 +22,9 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
 
     The hottest expert comes first. Its home rank takes as much of the expert's load as fits beside
     the rank's other experts; the rest goes to the least loaded ranks of the NVLink domain that have
-    a free slot, in pieces of at least `min_tokens_per_gemm` (and `min_quota`). Load for which no
-    rank has room goes to the least loaded of the home rank, the expert's other ranks and the ranks
-    with a free slot. Loads are planned on the CPU, one after the other.
+    a free slot, in pieces of at least `min_tokens_per_gemm`; what is left may be less. Load for
+    which no rank has room goes to the least loaded of the home rank, the expert's other ranks and
+    the ranks with a free slot. Loads are planned on the CPU, one after the other.
 
     The plan cannot be worse than no balancing. A piece ends within the capacity, and the busiest
     rank is above the capacity when anything is moved. A rank that takes load without room ends with
@@ -32,14 +32,14 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
-    >>> small = LlepSettings(alpha=1.0, min_tokens_per_gemm=2)
-    >>> solve(load, layout, PlanSettings(sections=(small,))).quota.tolist()
+    >>> exact = LlepSettings(alpha=1.0)
+    >>> solve(load, layout, PlanSettings(sections=(exact,))).quota.tolist()
     [[5, 5], [3, 0], [0, 2], [0, 1]]
 
-    Source: LLEP (ICML 2026), abstract, and the settings of its published test. Here a rank takes no
-    more foreign experts than it has slots, no piece is smaller than the least, load without room
-    may go home, and there is no threshold of imbalance (1.3 in that test) below which nothing is
-    planned.
+    Source: LLEP (ICML 2026), `compute_llep_lpt_plan` (SalesforceAIResearch/LeastLoadedEP at
+    0349746). Here a rank takes no more foreign experts than it has slots, no piece is smaller than
+    `min_quota`, load without room may go home, and there is no threshold of imbalance (1.3 in its
+    example, off by default) below which nothing is planned.
     """
     return plan_each(load, layout, lambda one: _spill(one.sum(0).tolist(), layout, settings))
 
@@ -49,7 +49,7 @@ def _spill(loads: list[int], layout: ExpertLayout, settings: PlanSettings) -> Ba
     ranks, mains, domain = layout.ep_size, layout.mains_per_rank, layout.nvlink_domain
     own = settings.section(LlepSettings)
     capacity = math.floor(own.alpha * sum(loads) / ranks)
-    least = max(own.min_tokens_per_gemm, settings.min_quota)
+    least = settings.min_quota
     # A rank's load so far, and the load that its own later experts would add to it.
     planned = [sum(loads[rank * mains : (rank + 1) * mains]) for rank in range(ranks)]
     quota = torch.zeros(layout.num_experts, ranks, dtype=torch.int64)
@@ -66,7 +66,7 @@ def _spill(loads: list[int], layout: ExpertLayout, settings: PlanSettings) -> Ba
         while rest >= least and hosts:
             host = min(hosts, key=planned.__getitem__)
             piece = min(rest, capacity - planned[host])
-            if piece < least:
+            if piece < least or piece < min(rest, own.min_tokens_per_gemm):
                 break
             given[host] = piece
             rest -= piece

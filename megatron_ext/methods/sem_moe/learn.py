@@ -272,17 +272,13 @@ def transitions(rank_of: np.ndarray, ranks: int) -> np.ndarray:
     return np.array(tables).reshape(-1, ranks, ranks, ranks)
 
 
-def check_fit(routes: Routes, learned: Routes | Semantics) -> None:
-    """Refuse routes of another model or vocabulary than the semantics were learned from.
+def check_fit(routes: Routes, learned: Routes) -> None:
+    """Refuse routes of another model or vocabulary than those that are learned from.
 
     Raises:
         ValueError: With the sizes of both.
     """
-    if isinstance(learned, Routes):
-        layers, experts, vocab_size = learned.layers, learned.num_experts, learned.vocab_size
-    else:
-        layers, experts = learned.layers, learned.expert.shape[1]
-        vocab_size = len(learned.affinity)
+    layers, experts, vocab_size = learned.layers, learned.num_experts, learned.vocab_size
     if (routes.layers, routes.num_experts, routes.vocab_size) != (layers, experts, vocab_size):
         raise ValueError(
             f"routes of layers {routes.layers}, {routes.num_experts} experts and "
@@ -307,15 +303,13 @@ def check_batches(routes: Routes, ranks: int, global_batch: int) -> None:
 def compare(routes: Routes, semantics: Semantics, global_batch: int) -> dict[str, dict[str, float]]:
     """Measure samples dealt in turn or by affinity, each with experts as they are and moved.
 
+    The routes are those that the semantics were learned from, or have passed `check_fit`; the batch
+    has passed `check_batches`.
+
     Returns:
         `measure` of `round robin`, `experts` (only moved), `samples` (only by affinity), `both`.
-
-    Raises:
-        ValueError: Routes and semantics do not fit each other, or there is no whole batch.
     """
-    check_fit(routes, semantics)
     (layers, experts), ranks = semantics.expert.shape, semantics.affinity.shape[1]
-    check_batches(routes, ranks, global_batch)
     score = _sum_by_sample(routes, semantics.affinity)
     in_turn = np.arange(routes.num_samples) % ranks
     by_affinity = in_turn.copy()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_ext.files.routes import Routes
-from megatron_ext.methods.sem_moe.learn import check_fit, ranks_of_tokens
+from megatron_ext.methods.sem_moe.learn import ranks_of_tokens
 from megatron_ext.methods.sem_moe.semantics import Semantics
 from megatron_ext.methods.sem_moe.tokens import LayerTables, predict, rebatch, resume
 
@@ -23,8 +23,8 @@ def compare_tokens(
 ) -> dict[str, dict[str, float]]:
     """Compare tokens on the ranks of their sequence slices with tokens dealt by their experts.
 
-    Each sample loses its last tokens if the ranks do not divide the number of its tokens.
-    `on_layer` is called with 1 after each layer.
+    Routes fit as those of `learn.compare`. Each sample loses its last tokens if the ranks do not
+    divide the number of its tokens. `on_layer` is called with 1 after each layer.
 
     Returns:
         By `sequence order`, `round robin` (token i to rank i mod R), `by id` (the id's rank only)
@@ -37,9 +37,8 @@ def compare_tokens(
         Means over layers and samples.
 
     Raises:
-        ValueError: Routes and semantics do not fit each other, or a sample is shorter than R.
+        ValueError: A sample is shorter than R.
     """
-    check_fit(routes, semantics)
     ranks = semantics.affinity.shape[1]
     starts = sample_starts(routes, ranks)
     home = semantics.home()

@@ -46,12 +46,8 @@ class Semantics:
 
     def home(self) -> np.ndarray:
         """Return the rank of each logical expert: int64 [L, E]."""
-        num_experts = self.expert.shape[1]
-        ranks = self.affinity.shape[1]
-        home = np.empty_like(self.expert)
-        places = np.arange(num_experts) // (num_experts // ranks)
-        np.put_along_axis(home, self.expert, np.broadcast_to(places, home.shape), axis=1)
-        return home
+        experts_per_rank = self.expert.shape[1] // self.affinity.shape[1]
+        return np.argsort(self.expert, axis=1) // experts_per_rank
 
 
 _SCHEMA = Schema(

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import merge
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.distributed import DistributedDataParallel
 
 from checkpoints_tools.folder import (
@@ -39,8 +38,14 @@ from megatron_ext.trainer.checkpoints.choice import (
     model_differences,
     model_shape,
 )
-from megatron_ext.trainer.checkpoints.megatron_lm import start_from, unknown
-from megatron_ext.trainer.checkpoints.state import adam_steps, fit_to_saved, load_state, saved_state
+from megatron_ext.trainer.checkpoints.megatron_lm import missing, start_from, unknown
+from megatron_ext.trainer.checkpoints.state import (
+    adam_steps,
+    fit_to_saved,
+    load_state,
+    saved_state,
+    sizes_in,
+)
 from megatron_ext.trainer.checkpoints.writer import CheckpointWriter, describe, of_all, tell
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.model.settings import transformer_config
@@ -72,25 +77,43 @@ class Checkpoints:
         self._writing: tuple[dict[str, Any], CheckpointWriter] | None = None
         self._newest_step: int | None = None
         self._damaged: dict[Path, str] = {}
+        self._settings: dict[str, Any] = {}
 
-    def load_newest(self) -> tuple[int, int]:
+    def load_newest(self) -> tuple[int, int, int]:
         """Load the newest checkpoint that is whole.
 
         Returns:
-            Its step, and the samples that were trained on until then; zeros if the run begins anew.
+            Its step, and the samples and tokens until then; zeros if the run begins anew.
         """
-        checkpoint = self._choose()
+        checkpoint, data = self._choose(), self._config.data
         if checkpoint is None:
-            return 0, 0
-        batch = self._config.data.global_batch_size
-        if not (checkpoint / RUN_FILE).exists():
-            step = self._start_from(checkpoint)
-            return step, step * batch
-        run = read_run(checkpoint)
-        read = partial(self._read, checkpoint, run.get("layers", "local"))
-        load_state(self._chunks, self._optimizer, run, read)
-        logger.info("continuing from %s", checkpoint)
-        return run["step"], run.get("consumed_samples", run["step"] * batch)
+            return 0, 0, 0
+        if (checkpoint / RUN_FILE).exists():
+            run = read_run(checkpoint)
+            read = partial(self._read, checkpoint, run.get("layers", "local"))
+            load_state(self._chunks, self._optimizer, run, read)
+            logger.info("continuing from %s", checkpoint)
+            self._settings = run.get("settings", {})
+        else:
+            run = {"step": self._start_from(checkpoint)}
+        samples = run.get("consumed_samples", run["step"] * data.global_batch_size)
+        return run["step"], samples, run.get("consumed_tokens", samples * data.sequence_length)
+
+    def keep_settings(self, settings: dict[str, Any]) -> None:
+        """Save these settings from now on, and warn of those that were others until now.
+
+        They decide which sample comes when, and, beside the model's sizes, what the model computes.
+        """
+        before = self._settings
+        names = {**before, **settings} if before else ()
+        changed = [name for name in names if before.get(name) != settings.get(name)]
+        if changed and dist.get_rank() == 0:
+            logger.warning(
+                "warning: %s: other than until the checkpoint; samples that were trained on may "
+                "come again before others, or the model may compute something else",
+                ", ".join(changed),
+            )
+        self._settings = settings
 
     def _start_from(self, checkpoint: Path) -> int:
         try:
@@ -111,16 +134,17 @@ class Checkpoints:
 
     def _read(self, checkpoint: Path, layers: str, wanted: dict[str, Any]) -> dict[str, Any]:
         """Fill a sharded state from a checkpoint of layers of this `transformer_impl`."""
-        own, saved = {}, load_sharded_metadata(str(checkpoint))
+        own, saved = {}, sizes_in(checkpoint)
         if layers != transformer_config(self._config).transformer_impl:
             own = fit_to_saved(wanted, saved)
         model = {name: part for name, part in wanted.items() if name.startswith("model")}
-        if problems := unknown(model, saved, of_optimizer=False):
+        lacking = of_all(missing(wanted, saved))
+        if problems := lacking or unknown(model, saved, of_optimizer=False):
             end_all(f"checkpoint {checkpoint}: {problems[0]}")
         return merge(dist_checkpointing.load(wanted, str(checkpoint)), own)
 
-    def save(self, step: int, consumed_samples: int) -> None:
-        """Save the state after steps and samples, or begin to with `checkpoint.asynchronous`.
+    def save(self, step: int, consumed_samples: int, consumed_tokens: int) -> None:
+        """Save the state after this step, or begin to with `checkpoint.asynchronous`.
 
         A checkpoint that cannot be saved is warned of and left out, unless `checkpoint.required`.
         """
@@ -134,6 +158,8 @@ class Checkpoints:
             "step": step,
             "optimizer_steps": adam_steps(self._optimizer),
             "consumed_samples": consumed_samples,
+            "settings": self._settings,
+            "consumed_tokens": consumed_tokens,
             "num_ranks": dist.get_world_size(),
             "parallel": {
                 name: getattr(self._config.parallel, name)

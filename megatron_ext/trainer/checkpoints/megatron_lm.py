@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.distributed import DistributedDataParallel
 
 from checkpoints_tools.contents import is_of_optimizer
@@ -45,6 +44,7 @@ from megatron_ext.trainer.checkpoints.state import (
     fit_to_saved,
     model_key,
     model_state,
+    sizes_in,
 )
 from megatron_ext.trainer.checkpoints.writer import of_all
 
@@ -94,7 +94,7 @@ def start_from(
         if not (checkpoint / COMMON_FILE).exists():
             said = f"it has no {COMMON_FILE}, which this version of Megatron-Core asks for"
         raise ValueError(f"checkpoint {checkpoint} does not say its iteration: {said}") from None
-    saved = load_sharded_metadata(str(checkpoint))
+    saved = sizes_in(checkpoint)
     model = model_state(chunks, metadata)
     own = fit_to_saved(model, saved)
     if problems := of_all(_misfits(model, saved)) or unknown(model, saved, of_optimizer=False):
@@ -113,7 +113,7 @@ def _load_adam(
     optimizer: Any,
     checkpoint: Path,
     common: dict[str, Any],
-    saved: dict[str, Any],
+    saved: Mapping[str, torch.Size | None],
 ) -> str | None:
     """Load Adam's state if it fits; otherwise leave Adam new, and return why."""
     steps = _steps_of_adam(checkpoint, common.get("optimizer"))
@@ -216,14 +216,17 @@ def _tensors(wanted: Any) -> Iterator[ShardedTensor]:
             yield leaf
 
 
-def _misfits(wanted: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+def missing(wanted: dict[str, Any], saved: Mapping[str, torch.Size | None]) -> list[str]:
+    """Return which tensors of a sharded state the checkpoint lacks."""
+    keys = sorted({tensor.key for tensor in _tensors(wanted)} - saved.keys())
+    return [f"it has no {key}, which this run has" for key in keys]
+
+
+def _misfits(wanted: dict[str, Any], saved: Mapping[str, torch.Size | None]) -> list[str]:
     """Return which tensors of a sharded state the checkpoint lacks, or has in another shape."""
-    problems = []
-    for tensor in _tensors(wanted):
-        if tensor.key not in saved:
-            problems.append(f"it has no {tensor.key}, which this run has")
-            continue
-        here, there = tuple(tensor.global_shape), tuple(saved[tensor.key].global_shape)
+    problems = missing(wanted, saved)
+    for tensor in (each for each in _tensors(wanted) if each.key in saved):
+        here, there = tuple(tensor.global_shape), tuple(saved[tensor.key] or ())
         if here != there:
             way_out = _way_out(tensor.key, here, there)
             problems.append(f"{tensor.key} has shape {there}, in this run {here}{way_out}")
@@ -243,15 +246,15 @@ def _way_out(key: str, here: tuple[int, ...], there: tuple[int, ...]) -> str:
     return ""
 
 
-def unknown(wanted: dict[str, Any], saved: dict[str, Any], *, of_optimizer: bool) -> list[str]:
+def unknown(
+    wanted: dict[str, Any], saved: Mapping[str, torch.Size | None], *, of_optimizer: bool
+) -> list[str]:
     """Return which tensors of the checkpoint no rank asks for; the same on all ranks."""
     known = set(of_all(sorted({tensor.key for tensor in _tensors(wanted)})))
     return [
         f"it has {key}, which this run has not"
-        for key, tensor in saved.items()
-        if isinstance(tensor, ShardedTensor)
-        and is_of_optimizer(key) == of_optimizer
-        and key not in known
+        for key, size in saved.items()
+        if size is not None and is_of_optimizer(key) == of_optimizer and key not in known
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 METADATA = {
     # Optimizer state by parameter, not by data-parallel shard: readable under other parallel sizes.
@@ -118,6 +120,15 @@ def _give_steps(state: dict[Any, Any], steps: int) -> None:
 
 _NORM_NAMES = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 """Of the norm before experts: as Transformer Engine's layers are saved, and as Megatron's own."""
+
+
+def sizes_in(checkpoint: Path) -> dict[str, torch.Size | None]:
+    """Return the size of each tensor in a checkpoint, by key, and None for each other object.
+
+    Megatron's own function for this fails with torch 2.15, whose table has the strides, too.
+    """
+    table = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    return {key: getattr(entry, "size", None) for key, entry in table.items()}
 
 
 def fit_to_saved(wanted: dict[str, Any], saved: Collection[str]) -> dict[str, Any]:

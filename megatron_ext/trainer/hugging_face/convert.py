@@ -47,11 +47,12 @@ RECIPE = "recipe.yaml"
 """What an import makes, in the folder it makes."""
 
 _DATA_FILE = "__0_0.distcp"
-_DISPENSABLE = re.compile(
-    r"layers\.\d+\."
-    r"(self_attn\.rotary_emb\.inv_freq|embed_tokens\.weight|shared_head\.head\.weight)$"
-)
-"""Tensors that follow from others: frequencies, and copies for a further predicted token."""
+_FREQUENCIES = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq$")
+_COPIES = {
+    re.compile(r"layers\.\d+\.embed_tokens\.weight$"): "model.embed_tokens.weight",
+    re.compile(r"layers\.\d+\.shared_head\.head\.weight$"): "lm_head.weight",
+}
+"""What a layer that predicts a further token has again, and of what it is a copy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,7 +116,7 @@ def importing(source: Path, out: Path) -> Iterator[Conversion]:
             )
             (folder / RECIPE).write_text(text)
 
-        yield _conversion(out, write, model, tasks, _left_out(source, tensors.names, tasks))
+        yield _conversion(out, write, model, tasks, _left_out(source, tensors, tasks))
 
 
 @contextmanager
@@ -148,7 +149,7 @@ def exporting(path: Path, like: Path, out: Path) -> Iterator[Conversion]:
                 on_bytes(writer.add(name, tensor))
             writer.finish()
 
-        yield _conversion(out, write, model, tasks, _left_out(like, tensors.names, tasks))
+        yield _conversion(out, write, model, tasks, _left_out(like, tensors, tasks))
 
 
 def _conversion(
@@ -168,14 +169,24 @@ def _conversion(
     )
 
 
-def _left_out(source: Path, names: set[str], tasks: list[Any]) -> list[str]:
+def _left_out(source: Path, tensors: HubTensors, tasks: list[Any]) -> list[str]:
     """Return the tensors that are not converted, sorted.
 
     Raises:
         ValueError: One is neither a copy nor computed: the model would lose it.
     """
-    names = names - {name for task in tasks for name in names_in(task)}
-    if lost := sorted(name for name in names if not _DISPENSABLE.search(name)):
+    names = tensors.names - {name for task in tasks for name in names_in(task)}
+
+    def is_dispensable(name: str) -> bool:
+        if _FREQUENCIES.search(name):
+            return True
+        of = next((of for copy, of in _COPIES.items() if copy.search(name)), None)
+        if of not in tensors:
+            return False
+        copy, own = tensors[name], tensors[str(of)]
+        return copy.dtype == own.dtype and torch.equal(copy, own)
+
+    if lost := [name for name in sorted(names) if not is_dispensable(name)]:
         raise ValueError(
             f"{source} has {len(lost)} tensors that the model of its config.json has not, such as "
             f"{lost[0]}"

@@ -40,18 +40,41 @@ _ROTARY = {
 """What the trainer's models have of the fields that only Bridge's providers have."""
 
 
-def _position_problems(described: Any) -> list[str]:
-    """Return what Bridge's providers say nothing of: how positions are scaled, and windows."""
-    scaling = getattr(described, "rope_parameters", None) or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+def _unsaid_problems(described: Any, provider: Any) -> list[str]:
+    """Return what Bridge's providers do not say, or say otherwise, and Megatron computes one way.
+
+    That is how positions are scaled, windows, and how routers weigh experts.
+    """
+    positions = getattr(described, "rope_parameters", None) or {}
+    kind = positions.get("rope_type") or positions.get("type") or "default"
     is_latent = bool(getattr(described, "kv_lora_rank", None))
+    is_sigmoid, topk = provider.moe_router_score_function == "sigmoid", provider.moe_router_topk
+    groups, chosen = provider.moe_router_num_groups or 1, provider.moe_router_group_topk or 1
     problems = []
     if kind not in ("default", *(["yarn"] if is_latent else [])):
         problems.append(f"it has no positions scaled by {kind}")
     window = getattr(described, "sliding_window", None)
     if window is not None and getattr(described, "use_sliding_window", True):
         problems.append(f"it has no windows ({window} tokens)")
-    return problems
+    if is_latent and described.q_lora_rank is None:  # Megatron-Core 0.19 puts a norm before these.
+        problems.append("its latent attention (MLA) has no queries without a latent (q_lora_rank)")
+    if described.model_type.startswith("ernie4_5"):
+        problems.append("Megatron-Bridge takes its router's softmax for a sigmoid")
+    # In transformers a group's score is the sum of its best two.
+    if is_sigmoid and groups > chosen and topk // chosen != 2:
+        problems.append(f"topk_group ({chosen}) must be half of num_experts_per_tok ({topk})")
+    wanted = {
+        "attention_factor": None,
+        "partial_rotary_factor": provider.rotary_percent,
+        "rope_interleave": is_latent,
+        **({"norm_topk_prob": topk > 1} if is_sigmoid else {}),
+    }
+    given = {**described.to_dict(), **positions}
+    return problems + [
+        f"{name} ({value}) must be {ours}"
+        for name, ours in wanted.items()
+        if (value := given.get(name, ours)) != ours
+    ]
 
 
 def model_settings(described: Any, provider: Any, precision: str) -> dict[str, Any]:
@@ -62,7 +85,7 @@ def model_settings(described: Any, provider: Any, precision: str) -> dict[str, A
     Raises:
         ValueError: The trainer has no setting for something that the model computes.
     """
-    missing = _position_problems(described)
+    missing = _unsaid_problems(described, provider)
     missing += [
         f"{name} ({value}) must be {ours}"
         for name, ours in _ROTARY.items()

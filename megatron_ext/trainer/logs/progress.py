@@ -29,7 +29,7 @@ class TrainingProgress:
         self._every = every
         self._started = self._said = time.monotonic()
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(_BAR_WIDTH),
             MofNCompleteColumn(),
             TextColumn("{task.fields[line]}"),

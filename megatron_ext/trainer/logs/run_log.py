@@ -107,7 +107,8 @@ class RunLog:
             if name in metrics
         ]
         if costs and not self._has_steps:
-            write_whole(self._config_file, [self._config, *costs])
+            with suppress(OSError):  # On a full disk, the lines of steps have them.
+                write_whole(self._config_file, [self._config, *costs])
         self._has_steps = True
         for name, sink in list(self._sinks.items()):
             with self._may_fail(name):

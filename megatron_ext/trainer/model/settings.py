@@ -7,6 +7,7 @@ needs data, a balancer or a process group.
 from __future__ import annotations
 
 import dataclasses
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch.nn import functional
 
 from megatron_ext.mcore.limits import DELAYS
-from megatron_ext.trainer.config import TrainConfig
+from megatron_ext.trainer.config import MEGATRON_NAMES, TrainConfig
 
 OVERRIDABLE: dict[str, Any] = {
     "expert_tensor_parallel_size": 1,
@@ -60,25 +61,15 @@ def transformer_settings(config: TrainConfig) -> dict[str, Any]:
     model, parallel = config.model, config.parallel
     dtype = _DTYPES[model.precision]
     with_engine = uses_transformer_engine(config)
-    settings = {
+    named = {name: ours for name, ours in MEGATRON_NAMES.items() if "=" not in ours}
+    settings = {name: attrgetter(ours)(config) for name, ours in named.items()} | {
         "transformer_impl": "transformer_engine" if with_engine else "local",
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
         "ffn_hidden_size": model.dense_hidden_size or model.expert_hidden_size,
-        "num_moe_experts": model.num_experts,
         # `model.experts` says how experts are computed; Megatron knows no product of PyTorch's.
         "moe_grouped_gemm": with_engine and model.experts == "grouped_mm",
-        "moe_ffn_hidden_size": model.expert_hidden_size,
         "moe_shared_expert_intermediate_size": model.shared_expert_hidden_size or None,
-        "moe_router_topk": model.topk,
-        "moe_aux_loss_coeff": model.aux_loss,
-        "moe_token_dispatcher_type": parallel.dispatcher,
-        "expert_model_parallel_size": parallel.ep_size,
-        "tensor_model_parallel_size": parallel.tp_size,
         "sequence_parallel": parallel.tp_size > 1,  # MoE layers need it.
         "context_parallel_size": 1,
-        "pipeline_model_parallel_size": parallel.pp_size,
         "virtual_pipeline_model_parallel_size": parallel.vpp_size
         if parallel.vpp_size > 1
         else None,

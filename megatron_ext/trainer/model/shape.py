@@ -110,14 +110,14 @@ class ModelShape:
 
     @property
     def moe_dense_params(self) -> int:
-        """Weights of a MoE layer that every rank has: attention, router, shared expert."""
+        """Weights of an MoE layer that every rank has: attention, router, shared expert."""
         # The router, and the way into the latent width and back.
         beside = self.hidden_size * (self.num_experts + 2 * self.latent_size)
         return self.attention_params + beside + self.shared_expert_params
 
     @property
     def shared_expert_params(self) -> int:
-        """Weights of a MoE layer's shared expert."""
+        """Weights of an MoE layer's shared expert."""
         return self._ffn_params(self.shared_expert_hidden_size)
 
     @property

@@ -69,12 +69,13 @@ def allow_open_files(num_ranks: int, ep_size: int) -> None:
     """Let this process, and those that it starts, open as many files as a rank needs.
 
     Measured on 2 to 8 CPU ranks: a rank has up to 24 open, 13 for each rank of the run (connections
-    of 11 groups, and pipes), and 6 for each rank of its EP group (shared memory).
+    of 11 groups, and pipes), and 11 for each rank of its EP group (the process, and shared memory:
+    two for each of the experts' weights and biases, flags, and rows).
 
     Raises:
         RuntimeError: The system's limit is lower.
     """
-    needed = 24 + 13 * num_ranks + 6 * ep_size
+    needed = 24 + 13 * num_ranks + 11 * ep_size
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < needed:
         raise RuntimeError(

@@ -19,6 +19,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,7 @@ from megatron_ext.telemetry.heartbeat import (
     read_statuses,
     stacks_path,
     status_path,
+    waits_at,
 )
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.rank_logs import LOG_ONLY, rank_log
@@ -120,22 +122,26 @@ class Watchdog:
     def fail(self, error: BaseException) -> None:
         """Note why this rank ends, and name another rank that is to blame.
 
-        Does not return if this rank has waited long for one that does not beat any more: to see
-        which takes a few heartbeats, and then the process ends.
+        Does not return if this rank has waited long for another: to see for which takes a few
+        heartbeats, and then the process ends.
         """
         # An error of its own, which `join_ranks` has logged; else the rank ends as all agreed.
         cause = error.__cause__ if isinstance(error, SystemExit) else error
         with self._speaking:
             statuses = read_statuses(self._folder)
             verdict = told(statuses) or ended(statuses, besides=self._rank)
-            # An error that comes at once is this rank's own, if no other has ended.
-            self._waited_in_vain = not verdict and (
-                self._pulse.status.still_s >= self._pulse.status.lost_s
+            # Other errors are this rank's own, if no other has ended.
+            self._waited_in_vain = (
+                not verdict
+                and _comes_of_waiting(cause)
+                and self._pulse.status.still_s >= self._pulse.status.lost_s
             )
-            if verdict:
+            if self._waited_in_vain:
+                self._pulse.gave_up_at = self._pulse.status.line
+            elif verdict:
                 self._pulse.end(GAVE_UP, verdict)
                 self._say(f"rank {self._rank}: {verdict}")
-            elif not self._waited_in_vain:
+            else:
                 reason = cause or error.__context__ or error
                 self._pulse.end(FAILED, f"{type(reason).__name__}: {reason}")
                 if isinstance(cause, ConfigError):
@@ -189,6 +195,12 @@ class Watchdog:
         ends = [each for each in others if each.state in (FAILED, GAVE_UP)]
         is_first = all(order(own) < order(each) for each in ends)
         logger.error("%s", words, extra=None if is_first else LOG_ONLY)
+
+
+def _comes_of_waiting(error: BaseException | None) -> bool:
+    """Whether an error was raised where ranks wait for each other."""
+    places = traceback.extract_tb(error.__traceback__, limit=-1) if error is not None else ()
+    return any(waits_at(each.filename, each.lineno or 0) for each in places)
 
 
 def told(statuses: Sequence[Status]) -> str:

@@ -24,6 +24,9 @@ _KEPT_STEPS = 20
 """At most twice so many steps keep the loads of their ranks, evenly over the run: of each step they
 would be most of a page's bytes."""
 
+_MOST_LAYERS = 2048
+"""Every layer takes memory for every step, and a stranger's lines may each have another one."""
+
 _WORST = 5
 """Microbatches that are kept as the worst."""
 
@@ -78,6 +81,8 @@ class LayerLines:
             LookupError, TypeError, ValueError, ArithmeticError: A run writes other lines.
         """
         step, layers = line["step"], list(map(int, line["layer"]))
+        if max(layers, default=0) > _MOST_LAYERS:
+            raise ValueError
         unknown = [np.nan] * len(layers)
         columns = np.array([line.get(name, unknown) for name in COLUMNS], dtype=np.float64)
         self._steps[step] = layers, columns.reshape(len(COLUMNS), len(layers))

@@ -63,8 +63,10 @@ class Run:
 
     @property
     def strategy(self) -> str | None:
-        """How the run balanced; None if that is not known."""
-        return self.settings.get("balance.strategy")
+        """How the run balanced all its steps; None if that is not known, or changed."""
+        known = {step["strategy"] for step in self.metrics if isinstance(step.get("strategy"), str)}
+        known = known or {self.settings.get("balance.strategy")}
+        return known.pop() if len(known) == 1 else None
 
     @property
     def num_ranks(self) -> float:
@@ -139,12 +141,13 @@ def column(metrics: Metrics, name: str) -> list[float]:
 def number(value: Any) -> float:
     """Return a number as it came out of JSON; NaN for anything else.
 
-    >>> number(3), number(None), number("3"), number(True), number(float("inf"))
-    (3.0, nan, nan, nan, nan)
+    >>> number(3), number(None), number("3"), number(True), number(float("inf")), number(1e200)
+    (3.0, nan, nan, nan, nan, nan)
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    return float(value) if math.isfinite(value) else math.nan
+    # Of larger ones, a sum or a product may be no number.
+    return float(value) if abs(value) < 1e150 else math.nan
 
 
 def _read_run(folder: Path) -> Run:

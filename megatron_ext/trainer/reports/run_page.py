@@ -26,9 +26,8 @@ from megatron_ext.trainer.reports.summary import (
     cost_shares,
     differing_settings,
     notes,
-    summarize_read,
 )
-from megatron_ext.trainer.reports.verdict import verdict
+from megatron_ext.trainer.reports.verdict import Compared, compare
 
 FILE = "report.html"
 
@@ -42,10 +41,12 @@ _BANDED_STEPS = WARMUP_STEPS + MIN_STEPS
 """The throughput of shorter runs is shown as it is: it says nothing about their speed."""
 
 
-def run_page(runs: Mapping[str, Run]) -> Page:
-    """Return the page of runs; throughput, imbalance and loss are compared with the first one's."""
-    summaries = summarize_read(runs)
-    said, unknown = verdict(runs, summaries)
+def run_page(runs: Mapping[str, Run], compared: Compared | None = None) -> Page:
+    """Return the page of runs; throughput, imbalance and loss are compared with the first one's.
+
+    `compared` is `compare` of the runs, where it is known: of long runs it takes a while.
+    """
+    summaries, said, unknown = compared or compare(runs)
     title = "; ".join(runs)
     first = next(iter(runs.values()))
     return Page(
@@ -71,13 +72,13 @@ def run_page(runs: Mapping[str, Run]) -> Page:
     )
 
 
-def write_run_page(runs: Mapping[str, Run], file: Path) -> None:
+def write_run_page(runs: Mapping[str, Run], file: Path, compared: Compared | None = None) -> None:
     """Write `run_page` to a file, whose folder is made if it is not there.
 
     A link of that name is replaced: a run directory may be a stranger's.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, [page_html(run_page(runs))])
+    write_whole(file, [page_html(run_page(runs, compared))])
 
 
 def _curves(run: Run) -> dict[str, np.ndarray]:
@@ -120,7 +121,7 @@ def _drawn(curves: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
     drawn = {name: _bucket_means(values) for name, values in curves.items()}
     low, middle, high = _band(curves["tokens_per_s"])
     drawn |= {"tokens_per_s_low": low, "tokens_per_s": middle, "tokens_per_s_high": high}
-    return {name: _digits(values) for name, values in drawn.items()}
+    return {name: _digits(values, 9 if name == "step" else 6) for name, values in drawn.items()}
 
 
 def _band(values: np.ndarray) -> np.ndarray:
@@ -155,7 +156,7 @@ def _bucket_means(values: np.ndarray) -> np.ndarray:
     return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
 
 
-def _digits(values: np.ndarray, number: int = 6) -> Any:
+def _digits(values: np.ndarray, number: int) -> Any:
     """Numbers of so many digits, as lists: more would only make the page larger."""
     size = np.where(np.isfinite(values) & (values != 0), np.abs(values), 1)
     scale = 10.0 ** (number - 1 - np.floor(np.log10(size)))
@@ -166,7 +167,7 @@ def _layers(layers: Layers | None) -> dict[str, Any] | None:
     if layers is None:
         return None
     return {
-        "steps": _digits(_bucket_means(np.array(layers.steps, dtype=np.float64))),
+        "steps": _digits(_bucket_means(np.array(layers.steps, dtype=np.float64)), 9),
         "steps_each": -(-len(layers.steps) // _MOST_POINTS),
         "layers": list(layers.numbers),
         "columns": {

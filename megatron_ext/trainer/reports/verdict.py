@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ext.trainer.reports.layers import ALIKE
 from megatron_ext.trainer.reports.read import Run, number
 from megatron_ext.trainer.reports.speed import MIN_STEPS, WARMUP_STEPS, Interval, speed, speed_ratio
-from megatron_ext.trainer.reports.summary import cost_shares
+from megatron_ext.trainer.reports.summary import cost_shares, summarize_read
 
 LIMIT = "ideal"
 """The strategy that forces even routing: no balancing is faster."""
 
+_UNCHANGED = {"none": ": nothing balances it", LIMIT: ": even routing is forced"}
+"""By strategy, why loads are those of experts at home."""
 
-def verdict(
-    runs: Mapping[str, Run], summaries: Mapping[str, Mapping[str, Any]]
-) -> tuple[list[str], list[str]]:
-    """Return sentences about the runs, the most important first, and sentences of what is unknown.
+
+class Compared(NamedTuple):
+    """Runs in numbers, those of `summarize_read`, and sentences about them and what is unknown."""
+
+    summaries: Mapping[str, Mapping[str, Any]]
+    said: Sequence[str]
+    unknown: Sequence[str]
+
+
+def compare(runs: Mapping[str, Run]) -> Compared:
+    """Return the runs in numbers, and in sentences, the most important first.
 
     Others are compared with the first run; a run with ideal routing is the limit. Sentences about
     balancing are about the fastest run that is neither, or about the only run.
     """
+    summaries = summarize_read(runs)
     first, *others = runs
     limit = next((name for name in others if runs[name].strategy == LIMIT), None)
     rated = [name for name in others if name != limit]
     ratios = {
-        name: ratio
+        name: Interval(**ratio)
         for name in rated
-        if (ratio := speed_ratio(runs[name].metrics, runs[first].metrics)) is not None
+        if (ratio := summaries[name]["vs"][first]) is not None
     }
     best = max(ratios, key=lambda name: ratios[name].value, default=next(iter(rated), first))
     of_run = [*_imbalance(best, runs[best], summaries[best]), *_costs(best, runs[best])]
@@ -37,7 +47,8 @@ def verdict(
         said = [_compared(runs, first, best, ratios, limit), *of_run]
     else:
         said = [*of_run, *_alone(best, runs, limit)]
-    return said or ["Nothing can be said yet"], _unknown(runs, best, limit, bool(ratios))
+    said = said or ["Nothing can be said yet"]
+    return Compared(summaries, said, _unknown(runs, best, rated, bool(ratios)))
 
 
 def _compared(
@@ -108,14 +119,13 @@ def _imbalance(name: str, run: Run, summary: Mapping[str, Any]) -> list[str]:
     before, after = summary["imbalance_before"], summary["imbalance_after"]
     if math.isnan(before) or math.isnan(after):
         return []
-    if before - after < ALIKE:
-        said = (
-            f"The busiest rank of run {name} has {after:.2f} x the mean load: nothing balances it"
-        )
+    if abs(before - after) < ALIKE:
+        why = _UNCHANGED.get(run.strategy or "", ", as if experts stayed at home")
+        said = f"The busiest rank of run {name} has {after:.2f} x the mean load{why}"
     else:
-        said = (
-            f"Run {name} lowers the busiest rank's load from {before:.2f} to {after:.2f} x the mean"
-        )
+        moves = "lowers" if after < before else "raises"
+        changed = f"from {before:.2f} to {after:.2f} x the mean"
+        said = f"Run {name} {moves} the busiest rank's load {changed}"
     worst = run.layers.worst_layer() if run.layers is not None else None
     if worst is not None:
         said += f"; layer {worst[0]} is the worst with {worst[1]:.2f}"
@@ -130,23 +140,25 @@ def _costs(name: str, run: Run) -> list[str]:
     hidden = sum(share for part, share in shares.items() if part.endswith("_hidden"))
     waited = sum(shares.values()) - hidden
     return [
-        f"Ranks of run {name} wait {100 * waited:.1f} % of a step for balancing; another "
+        f"Ranks of run {name} wait {100 * waited:.1f} % of a step for balancing; at most another "
         f"{100 * hidden:.1f} % runs behind other work."
     ]
 
 
-def _unknown(runs: Mapping[str, Run], best: str, limit: str | None, is_compared: bool) -> list[str]:
+def _unknown(
+    runs: Mapping[str, Run], best: str, rated: Sequence[str], is_compared: bool
+) -> list[str]:
     run, said = runs[best], []
     enough = f"{MIN_STEPS} steps after the first {WARMUP_STEPS}"
     knows_speed = any(number(step.get("tokens_per_s")) > 0 for step in run.metrics)
-    if len(runs) == 1 and knows_speed and speed(run.metrics) is None:
+    if not rated and knows_speed and speed(run.metrics) is None:
         said.append(f"How fast run {best} trains is said from {enough} on.")
-    elif len(runs) > 1 and not is_compared:
+    elif rated and not is_compared:
         said.append(f"Which run is the fastest is said when two runs share {enough}.")
-    if len(runs) == 1 and run.strategy != LIMIT:
+    if not rated and run.strategy != LIMIT:
         other = "quota" if run.strategy == "none" else "none"
         said.append(f"Add a run with strategy {other} to see what balancing brings.")
-    if limit is None and run.strategy != LIMIT:
+    if all(each.strategy != LIMIT for each in runs.values()):
         said.append(f"Add a run with strategy {LIMIT} to see how far from the limit this is.")
     if not cost_shares(run) and len(run.metrics) >= MIN_STEPS + WARMUP_STEPS:
         said.append(f"The metrics of run {best} do not say what ranks wait for.")

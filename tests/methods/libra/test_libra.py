@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.balance.in_order import PlannerInOrder
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.predictions import replica_use
-from megatron_ext.balance.solve import solve
+from megatron_ext.balance.solve import PlannerInOrder, solve
 from megatron_ext.balance.strategies import get_strategy, quota
 from megatron_ext.balance.strategies.strategy import PlanSettings
 from megatron_ext.config import LibraSettings
+from megatron_ext.methods.craft import craft
 from megatron_ext.methods.libra import libra, libra_paper
 from tests import workloads
 from tests.balance.instances import instances
@@ -304,7 +304,7 @@ def test_the_split_over_placed_replicas_is_optimal():
     for _ in range(20):
         own = torch.randint(0, 9, (3,)).tolist()
         load = torch.diag(torch.tensor(own))
-        plan = libra.split_over_placed(load, placed, where, PlanSettings(tolerance=0.0))
+        plan = craft.share(load, placed, where, PlanSettings(tolerance=0.0))
         best = min(
             max(own[0] - x + z, own[1] - y + x, own[2] - z + y)
             for x in range(own[0] + 1)

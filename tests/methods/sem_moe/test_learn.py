@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from megatron_ext.files.routes import Routes, read_routes, write_routes
 from megatron_ext.methods.sem_moe.learn import (
     STEPS,
+    check_batches,
+    check_fit,
     co_cluster,
     compare,
     learn,
@@ -209,18 +211,21 @@ def test_too_few_samples():
 
 
 @pytest.mark.parametrize(
-    ("changed", "global_batch", "message"),
-    [
-        ({"layers": (2, 3)}, 4, r"layers \(2, 3\)"),
-        ({"vocab_size": 9}, 4, "9 ids do not fit"),
-        ({}, 3, r"\(3\) must be a multiple of ranks \(2\)"),
-        ({}, 8, r"at most the samples there are \(4\)"),
-    ],
+    ("changed", "message"),
+    [({"layers": (2, 3)}, r"layers \(2, 3\)"), ({"vocab_size": 9}, "9 ids do not fit")],
 )
-def test_what_cannot_be_compared(changed, global_batch, message):
-    semantics = learn(two_topics(), 2)
+def test_routes_of_another_model(changed, message):
     with pytest.raises(ValueError, match=message):
-        compare(dataclasses.replace(two_topics(), **changed), semantics, global_batch)
+        check_fit(dataclasses.replace(two_topics(), **changed), two_topics())
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "message"),
+    [(3, r"\(3\) must be a multiple of ranks \(2\)"), (8, r"at most the samples there are \(4\)")],
+)
+def test_batches_that_cannot_be_compared(global_batch, message):
+    with pytest.raises(ValueError, match=message):
+        check_batches(two_topics(), 2, global_batch)
 
 
 class TestFiles:

@@ -443,7 +443,7 @@ def _train_saving_first(rank: int, arguments: list[str]) -> None:
 
     def step(training: Training) -> dict[str, float]:
         if training.step == 0:
-            training.checkpoints.save(0, 0)
+            training.checkpoints.save(0, 0, 0)
         return train_step(training)
 
     Training.train_step = step
@@ -498,6 +498,25 @@ def test_a_run_with_another_batch_goes_on_in_the_data(data: Path, tmp_path: Path
     assert [line["tokens"] for line in read_metrics(tmp_path)] == [8 * 16, 16 * 16, 20 * 16]
     with pytest.raises(ConfigError, match=r"data\.micro_batch_size \(8\) must divide 20, the sam"):
         validate(load_config([*settings, "data.micro_batch_size=8"]), num_ranks=1)
+    longer = ["steps=4", "data.global_batch_size=4", "data.sequence_length=32"]
+    run_ranks(_train, 1, [*settings, *longer, "logging.trace_steps=0", "logging.route_samples=0"])
+    assert read_metrics(tmp_path)[-1]["tokens"] == 20 * 16 + 4 * 32
+
+
+def test_other_samples_and_another_model_are_said(data: Path, tmp_path: Path) -> None:
+    settings = [*overrides(data, tmp_path), "parallel.ep_size=1", "checkpoint.every=1"]
+    run_ranks(_train, 1, [*settings, "steps=1"])
+    same = [*settings, "steps=2", "data.global_batch_size=4"]
+    assert run_ranks(_train_and_listen, 1, same) == [([], 0)]
+    other = ["seed=5", "data.micro_batch_size=1", "+data.weights.letters=1"]
+    other += ["+megatron.moe_router_topk_scaling_factor=2.5"]
+    ((said, status),) = run_ranks(_train_and_listen, 1, [*settings, "steps=3", *other])
+    assert status == 0
+    assert said[0].startswith(
+        "warning: seed, data.micro_batch_size or data.mix_by, data.path, data.weights or "
+        "data.validation_fraction, megatron.moe_router_topk_scaling_factor: other than until"
+    )
+    assert len(said) == 1
 
 
 def test_data_of_another_vocabulary_are_refused(data: Path, tmp_path: Path) -> None:
@@ -523,6 +542,9 @@ def test_weights_that_the_model_lacks_are_refused(data: Path, tmp_path: Path) ->
     assert re.fullmatch(
         r"error: checkpoint .*: it has .*layernorm.*, which this run has not", said[0]
     )
+    ((said, status),) = run_ranks(_train_and_listen, 1, [*settings, "+megatron.mtp_num_layers=1"])
+    assert status == NO_RESTART
+    assert re.fullmatch(r"error: checkpoint .*: it has no mtp\..*, which this run has", said[0])
 
 
 def test_a_checkpoint_names_the_groups_among_which_routers_choose(

@@ -259,10 +259,11 @@ ROUTER = "decoder.layers.0.mlp.router.weight"
         (torch.zeros(8, 4, dtype=torch.int64), "is not stored as"),
         (torch.eye(8)[:, :4].to_sparse(), "is not stored as"),
         (torch.zeros(8, 4, device="meta"), "is not stored as"),
+        (torch.zeros(1).expand(8, 4), "is not stored as"),
         ({"a": 1}, "is not stored as"),
         (MetadataIndex(ROUTER, torch.Size([1, 0])), "has no place for|is not stored whole"),
     ],
-    ids=["smaller", "whole numbers", "sparse", "meta", "no tensor", "elsewhere"],
+    ids=["smaller", "whole numbers", "sparse", "meta", "one number", "no tensor", "elsewhere"],
 )
 def test_tensors_are_stored_as_the_table_says(
     stored: Any, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

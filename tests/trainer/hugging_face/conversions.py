@@ -152,6 +152,11 @@ def main(folder: Path) -> None:
         with harm(here / "hub") or contextlib.nullcontext():
             words = ["checkpoint", "import-hf", here / "hub", "--out", here / "imported"]
             said[case] = _run(command, words) | {"left": _listed(here)}
+    other = folder / "of a head of its own"
+    shutil.copytree(families["deepseek_v3_mtp"] / "hub", other / "hub")
+    _lift(other / "hub" / "model.safetensors", "model.layers.3.shared_head.head.weight")
+    words = ["checkpoint", "import-hf", other / "hub", "--out", other / "imported"]
+    said[other.name] = _run(command, words) | {"left": _listed(other)}
     imported, out = families["mixtral"] / "imported", folder / "mixed"
     words = ["checkpoint", "export-hf", imported, "--like", families["kimi_k2"] / "hub"]
     said["of another model"] = _run(command, [*words, "--out", out]) | {"left": _listed(out)}
@@ -272,6 +277,9 @@ WRONG: dict[str, Callable[[Path], Any]] = {
     "windows": lambda hub: _change(
         hub / "config.json", use_sliding_window=True, sliding_window=8, max_window_layers=0
     ),
+    "queries without a latent": lambda hub: transformers.DeepseekV3Config(
+        **_DEEPSEEK | {"q_lora_rank": None}, architectures=["DeepseekV3ForCausalLM"]
+    ).save_pretrained(hub),
     "weights in FP8": lambda hub: any(map(_quantize, hub.glob("*.safetensors"))),
     "tied embeddings": lambda hub: _change(hub / "config.json", tie_word_embeddings=True),
     "a full disk": _full_disk,
@@ -391,6 +399,12 @@ def _add_prediction(path: Path) -> None:
     for name in ("enorm", "hnorm", "shared_head.norm"):
         tensors[f"model.layers.3.{name}.weight"] = torch.rand(64)
     tensors["model.layers.3.eh_proj.weight"] = torch.rand(64, 128)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def _lift(path: Path, name: str) -> None:
+    tensors = load_file(path)
+    tensors[name] += 1
     save_file(tensors, path, {"format": "pt"})
 
 

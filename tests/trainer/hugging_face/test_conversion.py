@@ -13,6 +13,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,9 @@ from tests.trainer.test_run import _losses, _train
 
 pytest.importorskip("transformers", reason="Megatron-Bridge needs Python 3.12")
 pytest.importorskip("safetensors")
+
+from megatron_ext.trainer.hugging_face.settings import _unsaid_problems
+from tests.trainer.hugging_face.conversions import CONFIGS
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "deepseek_v3_yarn", "kimi_k2", "glm4_moe", "mixtral")
 """Those whose logits are compared; transformers has no prediction of a second token."""
@@ -111,6 +115,37 @@ def test_a_model_that_the_trainer_cannot_make_is_refused(converted: Path) -> Non
     assert not (converted / "gpt_oss" / "imported").exists()
 
 
+@pytest.mark.parametrize(
+    ("described", "problem"),
+    [
+        ({}, None),
+        ({"rope_interleave": False}, r"rope_interleave \(False\) must be True"),
+        ({"norm_topk_prob": False}, r"norm_topk_prob \(False\) must be True"),
+        ({"num_experts_per_tok": 1, "n_group": 1}, r"norm_topk_prob \(True\) must be False"),
+        ({"num_experts_per_tok": 4}, r"topk_group \(1\) must be half of num_experts_per_tok \(4\)"),
+        ({"rope_parameters": {"attention_factor": 1.5}}, r"attention_factor \(1.5\) must be None"),
+        ({"model_type": "ernie4_5_moe"}, "softmax for a sigmoid"),
+    ],
+)
+def test_what_megatron_would_compute_otherwise_is_refused(
+    described: dict[str, Any], problem: str | None
+) -> None:
+    """Bridge drops these settings, and logits would differ; each was compared with transformers."""
+    config = CONFIGS["deepseek_v3"]()
+    for name, value in described.items():
+        setattr(config, name, value)
+    provider = SimpleNamespace(
+        moe_router_score_function="sigmoid",
+        moe_router_topk=config.num_experts_per_tok,
+        moe_router_num_groups=config.n_group,
+        moe_router_group_topk=config.topk_group,
+        rotary_percent=1.0,
+    )
+    problems = _unsaid_problems(config, provider)
+    assert len(problems) == (problem is not None)
+    assert all(re.search(str(problem), each) for each in problems)
+
+
 WRONG = {
     "a cut shard": r"/hub/model-00001-of-00002\.safetensors is cut off or damaged .*",
     "a lost shard": r"/hub/model-00002-of-00002\.safetensors is missing",
@@ -127,6 +162,7 @@ WRONG = {
     "no layers": r"/hub: model\.num_layers \(-3\) must be from 1 to 10000",
     "scaled positions": r"/hub: the trainer cannot make this model: .* scaled by linear",
     "windows": r"/hub: the trainer cannot make this model: it has no windows \(8 tokens\)",
+    "queries without a latent": r"/hub: the trainer cannot .*: its latent .* \(q_lora_rank\)",
     "weights in FP8": r"/hub: model\.layers\.0\..*proj\.weight is in FP8, and .* in BF16",
     "tied embeddings": r"/hub: the trainer cannot make this model: share_embeddings_.*",
     "a full disk": r"/imported cannot be written: 100,000 bytes free, it needs 346,880",
@@ -141,6 +177,12 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(case: str, converted: Path
     assert said["left"] == ["hub"]
     line = said["stderr"].replace(str(converted / case), "")
     assert re.fullmatch(rf"megatron-ext checkpoint import-hf: error: {WRONG[case]}\n", line)
+
+
+def test_no_weights_of_its_own_are_left_out_as_a_copy(converted: Path) -> None:
+    said = json.loads((converted / "said.json").read_text())["of a head of its own"]
+    assert (said["status"], said["left"]) == (2, ["hub"])
+    assert re.search(r"has 1 tensors .* such as .*3\.shared_head\.head\.weight$", said["stderr"])
 
 
 def test_a_dry_run_and_a_refused_export_write_nothing(converted: Path) -> None:

@@ -40,7 +40,7 @@ def test_lines_come_from_the_first_step_on(monkeypatch, caplog):
 
 ON_A_TERMINAL = """
 from megatron_ext.trainer.logs.progress import TrainingProgress
-with TrainingProgress("run", start_step=4, steps=6, every=10) as display:
+with TrainingProgress("run[b]", start_step=4, steps=6, every=10) as display:
     for step in (5, 6):
         display.show(
             {"step": step, "loss": 1 / step, "imbalance_before": 2.5, "imbalance_after": 1.25}
@@ -68,4 +68,4 @@ def test_a_terminal_shows_all_of_it_from_the_first_step_on():
     for step, loss, tokens in ((5, "0.2000", "5,000"), (6, "0.1667", "6,000")):
         line = rf"{step}/6 loss {loss}  imbalance 2\.50 -> 1\.25  {tokens} tokens/s"
         left = r"  \d:\d\d:\d\d left" if step == 5 else ""
-        assert re.search(rf"run \S+ {line}{left}\s", text), text
+        assert re.search(rf"run\[b\] \S+ {line}{left}\s", text), text

@@ -22,7 +22,9 @@ from unittest import mock
 
 import pytest
 
+from megatron_ext.telemetry import step_lines
 from megatron_ext.trainer.config import TrainConfig
+from megatron_ext.trainer.early import run_dir_problems
 from megatron_ext.trainer.logs.run_log import RunLog, read_metrics
 from megatron_ext.trainer.reports.read import column, read_runs
 from megatron_ext.trainer.reports.summary import summarize_runs, table
@@ -95,6 +97,21 @@ def test_a_kill_while_a_run_is_continued_loses_no_line(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == list(range(1, 20_001))
     files = sorted(path.name for path in tmp_path.iterdir())
     assert files == ["about.json", "config.yaml", "layers.jsonl", "metrics.jsonl"]
+
+
+def test_a_long_run_continues_without_parsing_its_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 60 layers and 64 ranks, 100,000 steps have 4 GB."""
+    file = tmp_path / "layers.jsonl"
+    lines = [f'{{"step": {step}, "layer": [1], "replicas": [1.50]}}\n' for step in (1, 2, 3)]
+    file.write_text("".join([*lines, '{"step": 4, "lay']))
+    monkeypatch.setattr(step_lines, "parse_object", mock.Mock(side_effect=AssertionError))
+    assert run_dir_problems(config_of(tmp_path), begins=False) == []
+    with RunLog(config_of(tmp_path), start_step=2) as log:
+        log.write({"step": 3}, {"step": 3, "layer": []})
+        assert list(step_lines.read_lines(file, first=4)) == []  # As for a profile.
+    assert file.read_text() == "".join([*lines[:2], '{"step": 3, "layer": []}\n'])
 
 
 @pytest.mark.parametrize(
@@ -181,6 +198,13 @@ def test_lines_that_a_full_disk_refuses_are_written_later(
     assert [line.split(":")[1] for line in said] == [
         f" {tmp_path / 'metrics.jsonl'} lacks {number} lines, kept for later" for number in (1, 2)
     ]
+
+
+def test_costs_that_a_full_disk_refuses_end_no_run(tmp_path: Path) -> None:
+    with RunLog(config_of(tmp_path), start_step=0) as log, files_of_at_most(200):
+        log.write({"step": 1, "loss": 1.0, "link_bandwidth": 1e9})
+    assert read_metrics(tmp_path)[0]["link_bandwidth"] == 1e9
+    assert "measured" not in (tmp_path / "config.yaml").read_text()
 
 
 @pytest.mark.parametrize("failing", ["init", "log", "finish"])

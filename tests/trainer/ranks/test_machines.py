@@ -263,6 +263,8 @@ def test_a_machine_learns_that_another_gave_up_and_not_that_it_is_done() -> None
     first.shutdown()
     assert second.num_nodes_waiting() == 0
     first.give_up()
+    # A store answers one agent before it has read what another has sent.
+    first._store.wait([rendezvous._GAVE_UP])
     with pytest.raises(RendezvousClosedError, match=f"{socket.gethostname()} has ended the run"):
         second.num_nodes_waiting()
     with pytest.raises(RendezvousClosedError, match=f"{socket.gethostname()} has ended the run"):

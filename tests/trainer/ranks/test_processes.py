@@ -67,15 +67,15 @@ def test_other_ends_say_what_they_mean() -> None:
 
 
 def test_ranks_may_open_as_many_files_as_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = [64, 64]
+    limits = [80, 80]
     monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
     monkeypatch.setattr(resource, "setrlimit", lambda _, given: limits.__setitem__(0, given[0]))
     allow_open_files(2, 2)
     with pytest.raises(RuntimeError) as refused:
         allow_open_files(4, 4)
     assert str(refused.value) == (
-        "the limit of open files (ulimit -n) is 64: each of 4 ranks with parallel.ep_size=4 needs "
-        "up to 100"
+        "the limit of open files (ulimit -n) is 80: each of 4 ranks with parallel.ep_size=4 needs "
+        "up to 120"
     )
     limits[1] = 4096
     allow_open_files(4, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import distributed_c10d
 
 from megatron_ext.config import BalanceConfig, ConfigError
 from megatron_ext.cpu_platform import enable_cpu_platform
@@ -32,6 +34,7 @@ from megatron_ext.telemetry.heartbeat import (
 )
 from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.logs.run_log import read_metrics
+from megatron_ext.trainer.ranks import watchdog as watchdogs
 from megatron_ext.trainer.ranks.watchdog import HANGING, Watchdog, ended, judge, told, watch_over
 from tests.ranks import run_ranks
 from tests.trainer.dataset import overrides
@@ -119,9 +122,10 @@ def test_a_rank_that_runs_and_writes_nothing_is_not_called_stopped() -> None:
     )
 
 
-def _fail(folder: Path, rank: int, error: BaseException) -> logging.LogRecord:
+def _fail(folder: Path, rank: int, error: BaseException, **last: Any) -> logging.LogRecord:
     """What this rank logs at its end."""
     watchdog = Watchdog(folder / STATUS_FOLDER, own_status(rank=rank, num_ranks=3, limit_s=600))
+    watchdog._pulse.status = replace(watchdog._pulse.status, **last)
     said: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = said.append  # type: ignore[method-assign]
@@ -151,6 +155,31 @@ def test_the_rank_that_failed_first_speaks_and_names_its_log(tmp_path: Path) -> 
     second = _fail(tmp_path, 0, _left(RuntimeError("Connection closed by peer")))
     assert second.getMessage().startswith("rank 0: rank 1 (host ")
     assert hasattr(second, "is_log_only")
+
+
+def test_an_error_after_long_work_is_of_the_rank_itself(tmp_path: Path) -> None:
+    """A full disk, or a setting, is no reason to start again: the rank ends with its own status."""
+    with pytest.raises(OSError, match="No space") as full:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    said = _fail(tmp_path, 0, _left(full.value), still_s=600.0)
+    assert said.getMessage().startswith("rank 0 failed in start: OSError: [Errno 28] No space")
+    watchdog = Watchdog(tmp_path / "all", own_status(rank=0, num_ranks=2, limit_s=600))
+    watchdog._pulse.status = replace(watchdog._pulse.status, still_s=600.0)
+    watchdog.fail(SystemExit(2))  # As all ranks agreed, and rank 0 has said.
+
+
+def test_a_rank_whose_wait_has_failed_is_not_named_for_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(watchdogs, "judge", lambda _, now: seen.extend(now) or "rank 1 hangs")
+    monkeypatch.setattr(os, "_exit", seen.append)
+    with pytest.raises(ValueError, match="not been initialized") as failed:
+        distributed_c10d._get_default_group()  # In torch's code, as waits are.
+    last = {"line": "wait (torch.py:7)", "still_s": 600.0, "beat_s": 0.1}
+    said = _fail(tmp_path, 0, _left(failed.value), **last)
+    assert said.getMessage().startswith("rank 0: rank 1 hangs (own stacks: ")
+    assert (seen[0].line, seen[0].waits, seen[-1]) == ("wait (torch.py:7)", True, HANGING)
 
 
 def test_a_wrong_setting_that_a_rank_finds_is_a_line_a_problem(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from megatron_ext.trainer.reports.summary import (
     summarize_read,
     summarize_runs,
 )
-from megatron_ext.trainer.reports.verdict import verdict
+from megatron_ext.trainer.reports.verdict import compare
 
 
 def _run(strategy: str, after: float, tokens_per_s: Sequence[float], layers: Layers | None) -> Run:
@@ -90,7 +90,8 @@ def runs() -> dict[str, Run]:
 
 
 def _said(runs: dict[str, Run]) -> tuple[list[str], list[str]]:
-    return verdict(runs, {name: summarize(run.metrics) for name, run in runs.items()})
+    _, said, unknown = compare(runs)
+    return list(said), list(unknown)
 
 
 def test_times_are_medians_after_the_first_steps_and_the_rest_means(runs: dict[str, Run]) -> None:
@@ -158,8 +159,8 @@ def test_a_comparison_names_the_limit_and_the_worst_layer(runs: dict[str, Run]) 
         "(0.80 to 0.80) of the limit, run ideal.",
         "Run quota lowers the busiest rank's load from 2.00 to 1.25 x the mean; layer 3 is the "
         "worst with 1.25.",
-        "Ranks of run quota wait 6.0 % of a step for balancing; another 4.0 % runs behind other "
-        "work.",
+        "Ranks of run quota wait 6.0 % of a step for balancing; at most another 4.0 % runs behind "
+        "other work.",
     ]
     assert unknown == []
 
@@ -172,6 +173,36 @@ def test_what_balances_nothing_is_not_praised(runs: dict[str, Run]) -> None:
         "Add a run with strategy quota to see what balancing brings.",
         "Add a run with strategy ideal to see how far from the limit this is.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "after", "said"),
+    [
+        ("eplb", 2.5, "Run r raises the busiest rank's load from 2.00 to 2.50 x the mean."),
+        ("quota", 2.0, "The busiest rank of run r has 2.00 x the mean load, as if experts stayed"),
+        (
+            "ideal",
+            2.0,
+            "The busiest rank of run r has 2.00 x the mean load: even routing is",
+        ),
+    ],
+)
+def test_what_balances_in_vain_or_for_the_worse_is_called_so(
+    strategy: str, after: float, said: str
+) -> None:
+    assert _said({"r": _run(strategy, after, [1.0], None)})[0][0].startswith(said)
+
+
+def test_what_is_there_is_not_asked_for(runs: dict[str, Run]) -> None:
+    none, quota, ideal = runs["none"], runs["quota"], runs["ideal"]
+    brings = " to see what balancing brings."
+    assert _said({"quota": quota, "ideal": ideal})[1] == [f"Add a run with strategy none{brings}"]
+    assert _said({"ideal": ideal, "quota": quota})[1] == []
+    # It was balanced before it went on without balancing.
+    steps = [{**step, "strategy": "quota"} for step in quota.metrics[:9]]
+    steps += [{**step, "strategy": "none"} for step in none.metrics[9:]]
+    mixed = Run(steps, None, {"balance.strategy": "none"}, {}, [])
+    assert _said({"mixed": mixed})[1][0] == f"Add a run with strategy none{brings}"
 
 
 def test_noise_is_not_stated_as_a_difference() -> None:
