@@ -55,9 +55,11 @@ def number_of(layer: Any) -> int:
     """Return the number of an MoE layer in its model, from 1 on.
 
     Layers of multi-token prediction follow the decoder's; Megatron-Core from 0.17 on counts them
-    from 1.
+    from 1, in hybrid models from 1 for each predicted token (`number_predicting`).
     """
     # A program may have wrapped the router, as with an adapter.
     parts = layer.router.modules()
     number: int = next(part.layer_number for part in parts if hasattr(part, "layer_number"))
-    return number + layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else number
+    if getattr(layer, "is_mtp_layer", False):
+        number += layer.config.num_layers + getattr(layer, "num_predicting_before", 0)
+    return number

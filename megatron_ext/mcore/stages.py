@@ -65,13 +65,15 @@ class ObservedMoELayer(NamedMoELayer, GraphsEndBeforePlan):
 def number_predicting(model: nn.Module) -> None:
     """Number the MoE layers of multi-token prediction behind the decoder's in hybrid models, too.
 
-    Megatron-Core 0.19 numbers those of hybrid stacks from 1 on, and does not tell them what they
-    are for.
+    Megatron-Core 0.19 numbers those of each predicted token's hybrid stack from 1 on, and does not
+    tell them what they are for.
     """
     for part in model.modules():
         if isinstance(part, MultiTokenPredictionLayer):
             for layer in part.modules():
                 if isinstance(layer, MoELayer) and getattr(layer, "is_mtp_layer", None) is False:
                     layer.is_mtp_layer = True
+                    stack: Any = part.mtp_model_layer
+                    layer.num_predicting_before = (part.layer_number - 1) * len(stack.layers)
                     if isinstance(layer, ObservedMoELayer):
                         layer.layer_number = number_of(layer)

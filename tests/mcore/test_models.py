@@ -303,7 +303,7 @@ def _numbers_of_hybrid(rank: int) -> list[list[int]]:
     from megatron_ext.mcore.spec import balance_spec
     from megatron_ext.mcore.step_metrics import StepMetrics
 
-    config = build_gpt(ep=2, num_layers=4, mtp_num_layers=1).config
+    config = build_gpt(ep=2, num_layers=4, mtp_num_layers=2).config
     spec, _ = _hybrid_spec()
     norm = spec.submodules.moe_layer.submodules.pre_mlp_layernorm
     predicting = MultiTokenPredictionLayerSubmodules(
@@ -321,7 +321,7 @@ def _numbers_of_hybrid(rank: int) -> list[list[int]]:
             model = HybridModel(
                 config=config,
                 hybrid_stack_spec=each,
-                hybrid_layer_pattern="ME*E/*E",
+                hybrid_layer_pattern="ME*E/*E/*E",
                 vocab_size=gpt_module.VOCAB,
                 max_sequence_length=SEQUENCE,
             )
@@ -335,7 +335,7 @@ def _numbers_of_hybrid(rank: int) -> list[list[int]]:
 @pytest.mark.skipif(not HAS_REPEATED, reason="hybrid models predict since Megatron-Core 0.19")
 def test_predicting_layers_of_hybrid_models_are_numbered_behind_the_decoders() -> None:
     """Theirs began at 1: their loads were added to those of a layer on another stage."""
-    assert run_ranks(_numbers_of_hybrid, 2) == [[[2, 4, 6], [2, 4, 6]]] * 2
+    assert run_ranks(_numbers_of_hybrid, 2) == [[[2, 4, 6, 8], [2, 4, 6, 8]]] * 2
 
 
 @pytest.mark.option("hybrid")
