@@ -228,31 +228,27 @@ def _find_changes(
         number = 1 + (int(match["layer"]) if in_name else offset[0])
         if number not in layouts:
             continue
-        order = layouts[number]
-        num_experts = len(order) if match["expert"] is not None else size[axis]
-        if num_experts != len(order):
+        order, fqn = layouts[number], index.fqn
+        is_named = match["expert"] is not None
+        if not is_named and size[axis] != len(order):
             raise ValueError(
-                f"{folder}: layer {number} has {num_experts} experts, the layout {len(order)}"
+                f"{folder}: layer {number} has {size[axis]} experts, the layout {len(order)}"
             )
         is_router = match["router"] is not None
-        whole = (*(() if in_name else (1,)), *((num_experts,) if is_router else ()))
-        if not is_router and match["expert"] is None:
-            whole = (*whole, 1)
-        if tuple(piece[: len(whole)]) != whole:
+        of_piece = [1] * axis + [len(order) if is_router else 1] * (not is_named)
+        if list(piece[: len(of_piece)]) != of_piece:
             raise ValueError(
-                f"{folder}: {index.fqn} is stored in pieces of {list(piece)}: not layer by layer, "
+                f"{folder}: {fqn} is stored in pieces of {list(piece)}: not layer by layer, "
                 f"and expert by expert"
             )
         if is_router:
             yield _Change(index, index, (axis, order), piece)
             continue
-        old = int(match["expert"]) if match["expert"] is not None else offset[axis]
-        new = order.index(old)
-        fqn = index.fqn
-        if match["expert"] is not None:
+        if is_named:
+            new = order.index(int(match["expert"]))
             fqn = fqn[: match.start("expert")] + str(new) + fqn[match.end("expert") :]
         else:
-            offset[axis] = new
+            offset[axis] = order.index(offset[axis])
         new_index = dataclasses.replace(index, fqn=fqn, offset=type(index.offset)(offset))
         yield _Change(index, new_index, None, piece)
 
