@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 
 from checkpoints_tools.contents import is_of_optimizer, read_metadata, sizes_of_pieces
-from checkpoints_tools.folder import check_whole, newest_of, stored_bytes
-from checkpoints_tools.pickles import read_tensor
+from checkpoints_tools.folder import check_whole, newest_of
 from checkpoints_tools.relayout import PARTS
+from checkpoints_tools.tensors import read_piece
 
 
 def expert_norms(path: str | Path) -> dict[int, list[float]]:
@@ -25,16 +25,14 @@ def expert_norms(path: str | Path) -> dict[int, list[float]]:
     squares: dict[int, dict[int, float]] = {}
     table = read_metadata(folder)
     sizes = sizes_of_pieces(table)
-    for index, stored in table.storage_data.items():
+    for index in table.storage_data:
         match = PARTS.fullmatch(index.fqn)
         if match is None or match["router"] is not None or is_of_optimizer(index.fqn):
             continue
         place = index.fqn, tuple(index.offset or ())
         if place not in sizes:
             raise ValueError(f"{folder}: the table of contents has no place for {index.fqn}")
-        dtype = table.state_dict_metadata[index.fqn].properties.dtype
-        where = f"{folder}: {index.fqn}"
-        piece = read_tensor(stored_bytes(folder, stored), where, sizes[place], dtype)
+        piece = read_piece(folder, table, index, sizes[place])
         offset = list(index.offset)
         # Layers and experts that the name does not say are the first axes.
         if match["layer"] is not None:

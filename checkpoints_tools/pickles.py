@@ -14,16 +14,12 @@ import pickle
 import pickletools
 import re
 import zipfile
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from megatron_ext.arguments import one_line
 from megatron_ext.files.opening import open_regular
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _CLASSES = {
     "collections": {"OrderedDict"},
@@ -190,38 +186,16 @@ def read_object(stream: BinaryIO) -> Any:
     import torch
 
     _check_sizes(stream)
-    try:
-        return torch.load(stream, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
+    for of_megatron in (False, True):  # What Megatron names takes seconds to import.
         stream.seek(0)
-    except Exception as error:
-        raise ValueError(f"is cut off or damaged ({one_line(error)})") from error
-    with torch.serialization.safe_globals(_of_megatron()):
-        try:
-            return torch.load(stream, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
-            raise ForeignClassError(_foreign_classes(stream)) from None
-        except Exception as error:
-            raise ValueError(f"is cut off or damaged ({one_line(error)})") from error
-
-
-def read_tensor(stream: BinaryIO, where: str, sizes: Sequence[int], dtype: Any) -> Tensor:
-    """Read a tensor that `torch.save` wrote, of these sizes and this dtype.
-
-    Raises:
-        ForeignClassError, ValueError: As of `read_object`; or it is something else. Of the latter
-            the message says `where`.
-    """
-    import torch
-
-    read = read_object(stream)
-    is_plain = isinstance(read, torch.Tensor) and read.layout == torch.strided and not read.is_meta
-    # A number that is there many times by its strides would be written out.
-    is_plain = is_plain and read.nbytes <= read.untyped_storage().nbytes()
-    if not is_plain or tuple(read.shape) != tuple(sizes) or read.dtype != dtype:
-        raise ValueError(f"{where} is not stored as {list(sizes)} of {dtype}, as its table says")
-    tensor: Tensor = read
-    return tensor
+        with torch.serialization.safe_globals(_of_megatron() if of_megatron else []):
+            try:
+                return torch.load(stream, map_location="cpu", weights_only=True)
+            except pickle.UnpicklingError:
+                continue
+            except Exception as error:
+                raise ValueError(f"is cut off or damaged ({one_line(error)})") from error
+    raise ForeignClassError(_foreign_classes(stream))
 
 
 def _check_sizes(stream: BinaryIO) -> None:
@@ -245,7 +219,6 @@ def _check_sizes(stream: BinaryIO) -> None:
 
 def _of_megatron() -> list[Any]:
     """Return what Megatron's own checkpoints name beside tensors, by Megatron's own list."""
-    # Imported for checkpoints that need it: it takes seconds.
     from megatron.core.safe_globals import SAFE_GLOBALS
 
     older = [

@@ -37,9 +37,8 @@ from checkpoints_tools.folder import (
     newest_of,
     read_checksums,
     seal,
-    stored_bytes,
 )
-from checkpoints_tools.pickles import read_tensor
+from checkpoints_tools.tensors import read_piece
 from megatron_ext.files.opening import look_at, open_regular
 
 if TYPE_CHECKING:
@@ -294,13 +293,10 @@ def _write_rows(folder: Path, metadata: Any, change: _Change, file: Any) -> Any:
     import torch
 
     assert change.rows is not None, "of a router"
-    index = change.index
-    stored = metadata.storage_data[index]
+    stored = metadata.storage_data[change.index]
     if getattr(stored, "transform_descriptors", None):
         raise ValueError(f"{folder}: {stored.relative_path} is compressed")
-    dtype = metadata.state_dict_metadata[index.fqn].properties.dtype
-    where = f"{folder}: {index.fqn}"
-    tensor = read_tensor(stored_bytes(folder, stored), where, change.sizes, dtype)
+    tensor = read_piece(folder, metadata, change.index, change.sizes)
     axis, order = change.rows
     start = file.tell()
     torch.save(tensor.index_select(axis, torch.tensor(order)), file)

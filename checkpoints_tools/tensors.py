@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints_tools.contents import read_metadata, sizes_of_pieces
 from checkpoints_tools.folder import stored_bytes
-from checkpoints_tools.pickles import read_tensor
+from checkpoints_tools.pickles import read_object
 
 if TYPE_CHECKING:
     import torch
@@ -24,16 +24,16 @@ class Tensors:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        metadata = read_metadata(folder)
-        entries = metadata.state_dict_metadata.items()
+        self._table = read_metadata(folder)
+        entries = self._table.state_dict_metadata.items()
         self._entries = {key: entry for key, entry in entries if hasattr(entry, "chunks")}
-        lengths = sizes_of_pieces(metadata)
+        lengths = sizes_of_pieces(self._table)
         self._pieces: dict[str, dict[tuple[int, ...], tuple[tuple[int, ...], Any]]] = {}
-        for index, stored in metadata.storage_data.items():
+        for index in self._table.storage_data:
             if index.fqn in self._entries:
                 offset = tuple(index.offset or (0,) * len(self._entries[index.fqn].size))
                 if (sizes := lengths.get((index.fqn, offset))) is not None:
-                    self._pieces.setdefault(index.fqn, {})[offset] = sizes, stored
+                    self._pieces.setdefault(index.fqn, {})[offset] = sizes, index
         self.keys = set(self._entries)
 
     def shape(self, key: str) -> list[int]:
@@ -79,11 +79,31 @@ class Tensors:
         # Of thousands of experts' pieces, mostly one is asked for.
         exact = pieces.get(tuple(start))
         found = {tuple(start): exact} if exact and exact[0] == tuple(sizes) else pieces
-        for offset, (lengths, stored) in found.items():
+        for offset, (lengths, index) in found.items():
             if all(
                 first < begins + size and begins < first + length
                 for first, length, begins, size in zip(offset, lengths, start, sizes, strict=True)
             ):
-                where, dtype = f"{self.folder}: {key}", self._entries[key].properties.dtype
-                piece = stored_bytes(self.folder, stored)
-                yield offset, read_tensor(piece, where, lengths, dtype)
+                yield offset, read_piece(self.folder, self._table, index, lengths)
+
+
+def read_piece(folder: Path, table: Any, index: Any, sizes: Sequence[int]) -> torch.Tensor:
+    """Read a piece of a tensor, by its place in the table's `storage_data`.
+
+    Raises:
+        ForeignClassError, ValueError: As of `read_object`; or it is of other sizes or another dtype
+            than the table says, or no tensor.
+    """
+    import torch
+
+    read = read_object(stored_bytes(folder, table.storage_data[index]))
+    dtype = table.state_dict_metadata[index.fqn].properties.dtype
+    is_plain = isinstance(read, torch.Tensor) and read.layout == torch.strided and not read.is_meta
+    # A number that is there many times by its strides would be written out.
+    is_plain = is_plain and read.nbytes <= read.untyped_storage().nbytes()
+    if not is_plain or tuple(read.shape) != tuple(sizes) or read.dtype != dtype:
+        raise ValueError(
+            f"{folder}: {index.fqn} is not stored as {list(sizes)} of {dtype}, as its table says"
+        )
+    tensor: torch.Tensor = read
+    return tensor
