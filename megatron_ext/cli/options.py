@@ -29,11 +29,8 @@ PLAN_SETTINGS = (
     ("min_quota", "N", "fewest assignments of a replica"),
 )
 
-# (field of `LayerCosts`, type, metavar, help): the costs that are no settings of `balance`.
-_COSTS = (
-    ("expert_bytes", positive, "N", "bytes of one expert's weights"),
-    ("token_bytes", int, "N", "bytes of a hidden state (0: tokens cost nothing)"),
-)
+_COSTS = ("expert_bytes", "token_bytes")
+"""Fields of `LayerCosts` that are no settings of `balance`."""
 
 
 def add_group(commands: Any, name: str, summary: str) -> Any:
@@ -363,9 +360,10 @@ def asked(balance: BalanceConfig, costs: LayerCosts | None = None) -> Asked:
 def add_costs(parser: argparse.ArgumentParser, for_what: str) -> None:
     """Add the costs for planning for time; `layer_costs` reads them."""
     settings = " and ".join(f"balance.{name}=X" for name in COST_UNITS)
-    group = parser.add_argument_group(f"for {for_what}", f"With {settings}.")
-    for field, kind, metavar, text in _COSTS:
-        group.add_argument(_option(field), type=kind, metavar=metavar, help=text)
+    add = parser.add_argument_group(f"for {for_what}", f"With {settings}.").add_argument
+    add("--expert-bytes", type=positive, metavar="N", help="bytes of one expert's weights")
+    tokens = "bytes of a hidden state (0: tokens cost nothing)"
+    add("--token-bytes", type=int, metavar="N", help=tokens)
 
 
 def layer_costs(
@@ -386,8 +384,7 @@ def layer_costs(
     """
     from megatron_ext.balance.costs import LayerCosts
 
-    options = {field: getattr(arguments, field) for field, *_ in _COSTS}
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name in _COSTS if (value := getattr(arguments, name)) is not None}
     if not for_time:
         if stray := [field for field in given if field not in alone]:
             raise ValueError(f"{_option(stray[0])} is for {switch}")

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.arguments import WRONG_USAGE, OneLineParser, error_line, positive
+from megatron_ext.cli import slurm
 from megatron_ext.cli.output import DONE, FAILED
+from megatron_ext.config import ConfigError
 from megatron_ext.trainer.ranks.signals import exit_status
 
 if TYPE_CHECKING:
@@ -50,9 +52,6 @@ def add(commands: Any) -> None:
 
 def run(words: list[str]) -> int:
     """Check the settings and the cluster, then queue the job, or show its script."""
-    from megatron_ext.cli import slurm
-    from megatron_ext.config import ConfigError
-
     options = parser().parse_intermixed_args(words)
     try:
         variants, config = _trainings(options)
@@ -79,8 +78,6 @@ def run(words: list[str]) -> int:
 
 
 def _queue_and_follow(options: argparse.Namespace, script: str) -> int:
-    from megatron_ext.cli import slurm
-
     options.logs.mkdir(parents=True, exist_ok=True)
     job = slurm.queue(script)
     if options.variants:

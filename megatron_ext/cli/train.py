@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.cli.output import DONE, show, warn
+from megatron_ext.config import ConfigError, unless_auto
 from megatron_ext.files.tables import text_table
+from megatron_ext.trainer.command import IMBALANCE, main
 
 if TYPE_CHECKING:
     from megatron_ext.lab.forecast import Forecast
@@ -35,8 +37,6 @@ def add(commands: Any) -> None:
 
 def run(words: list[str]) -> int:
     """Call the entry point of training, which has its own help and its own exits."""
-    from megatron_ext.trainer.command import main
-
     main(words, dry_run=dry_run)
     return DONE
 
@@ -93,9 +93,6 @@ def dry_run(options: argparse.Namespace) -> None:
 
 
 def _imbalance(asked: float | None, ep_size: int) -> float:
-    from megatron_ext.config import ConfigError
-    from megatron_ext.trainer.command import IMBALANCE
-
     if asked is None:
         return min(IMBALANCE, float(ep_size))
     if not 1 <= asked <= ep_size:
@@ -105,7 +102,6 @@ def _imbalance(asked: float | None, ep_size: int) -> float:
 
 def _machine(config: TrainConfig) -> tuple[Hardware | None, Choice]:
     """Return the machine that the recipe names, and what replicas move over there."""
-    from megatron_ext.config import ConfigError
     from megatron_ext.lab.forecast import forecast_transport
     from megatron_ext.lab.hardware import recipe_hardware
 
@@ -128,7 +124,6 @@ def _forecast(
 
     Nor, with a warning, where no load has an imbalance that nobody asked for.
     """
-    from megatron_ext.config import ConfigError
     from megatron_ext.lab.forecast import Forecast, forecast
 
     if hardware is None:
@@ -167,7 +162,6 @@ def _fits_with(
 
 def _budget(config: TrainConfig) -> dict[str, Any]:
     """Return what moving replicas takes of a GPU: as given, else for each architecture."""
-    from megatron_ext.config import unless_auto
     from megatron_ext.transport.gpus import BUDGETS, budget_of
 
     balance = config.balance

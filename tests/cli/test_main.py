@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import tomllib
-import types
 from pathlib import Path
 
 import numpy as np
@@ -342,9 +341,7 @@ def test_train_lists_all_settings_without_a_recipe(capsys, monkeypatch):
 
 def test_train_gets_every_word(monkeypatch, capsys):
     seen = []
-    fake = types.ModuleType("megatron_ext.trainer.command")
-    fake.main = lambda words, **_: seen.append(words)
-    monkeypatch.setitem(sys.modules, "megatron_ext.trainer.command", fake)
+    monkeypatch.setattr("megatron_ext.cli.train.main", lambda words, **_: seen.append(words))
     words = ["--config-name", "quickstart", "balance.slots=1", "+megatron.x=[1,2]", "--help"]
     assert main(["train", *words]) == 0
     assert seen == [words]
