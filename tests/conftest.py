@@ -5,6 +5,7 @@ what works, and a process that balancing leaves as it was.
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -38,6 +39,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             needed = marker.kwargs.get("n", 1)
             if devices < needed and said < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Skip what is left once the time is over (MEGATRON_EXT_TESTS_UNTIL, in seconds since 1970)."""
+    if time.time() > float(os.environ.get("MEGATRON_EXT_TESTS_UNTIL", "inf")):
+        pytest.skip("the time for the tests was over: not run")
 
 
 @pytest.fixture(autouse=True)

@@ -36,7 +36,7 @@ class _Rank:
     def __init__(self, rank: int, world_size: int) -> None:
         # CUDA does not survive a fork.
         context = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-        context.set_forkserver_preload(["tests.gpt", "megatron_ext.trainer.train"])
+        context.set_forkserver_preload(_IMPORTED)
         self.pipe, theirs = context.Pipe()
         # A forked process has the environment of the server's start.
         arguments = (rank, world_size, dict(os.environ), theirs)
@@ -45,6 +45,13 @@ class _Rank:
         self.process.start()
         theirs.close()
 
+
+_IMPORTED = [
+    *("tests.gpt", "megatron_ext.trainer.train"),
+    "pytest",  # by every file of tests
+    "torch._dynamo",  # by every optimizer
+]
+"""Modules that ranks find imported: what a rank imports itself, each garbage collection goes through."""
 
 _kept: dict[int, list[_Rank]] = {}
 
