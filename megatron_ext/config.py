@@ -64,7 +64,7 @@ class Section:
         # Rules may compare values: only of the declared types they can.
         if problems := self.type_problems():
             return problems
-        problems = [*field_problems(type(self), self), *self.relation_problems()]
+        problems = [*field_problems(type(self), self), *self._relation_problems()]
         for part in self.sections():
             problems += part.problems()
         return problems
@@ -92,7 +92,7 @@ class Section:
         inside = [each for each in made if isinstance(each, type) and issubclass(each, Section)]
         return [cls, *(kind for each in inside for kind in each.kinds())]
 
-    def relation_problems(self) -> Iterable[str]:
+    def _relation_problems(self) -> Iterable[str]:
         """Return what is wrong by rules beyond the type, range and choices of one field."""
         return ()
 
@@ -426,8 +426,7 @@ class BalanceConfig(Section, name="balance"):
         if problems := self.problems():
             raise ConfigError(problems)
 
-    def relation_problems(self) -> list[str]:
-        """See `Section.relation_problems`."""
+    def _relation_problems(self) -> list[str]:
         if not self.plans_for_time:
             return []
         return [

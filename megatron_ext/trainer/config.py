@@ -93,8 +93,7 @@ class ModelConfig(Section, name="model"):
     precision: str = setting("fp32", choices=("fp32", "bf16"))
     """Type of weights and activations: `fp32` or `bf16` (with fp32 main weights and gradients)."""
 
-    def relation_problems(self) -> Iterator[str]:
-        """See `Section.relation_problems`."""
+    def _relation_problems(self) -> Iterator[str]:
         if self.topk > self.num_experts >= 1:
             yield f"model.topk ({self.topk}) must be <= model.num_experts ({self.num_experts})"
         if self.num_dense_layers >= self.num_layers >= 1:
@@ -131,8 +130,7 @@ class ParallelConfig(Section, name="parallel"):
     overlap_param_gather: bool = False
     """Gather updated weights during the next forward; needs the two settings above."""
 
-    def relation_problems(self) -> Iterator[str]:
-        """See `Section.relation_problems`."""
+    def _relation_problems(self) -> Iterator[str]:
         if self.vpp_size > 1 and self.pp_size == 1:
             yield (
                 f"parallel.vpp_size ({self.vpp_size}) must be 1 without a pipeline "
@@ -210,8 +208,7 @@ class OptimizerConfig(Section, name="optimizer"):
     clip_grad: float = setting(1.0, least=0)
     """Largest norm of all gradients together; larger ones are scaled down. 0 does not clip."""
 
-    def relation_problems(self) -> Iterator[str]:
-        """See `Section.relation_problems`."""
+    def _relation_problems(self) -> Iterator[str]:
         if self.min_lr > self.lr:
             yield f"optimizer.min_lr ({self.min_lr}) must be <= optimizer.lr ({self.lr})"
 
@@ -253,8 +250,7 @@ class LoggingConfig(Section, name="logging"):
     tensorboard: bool = False
     """Write the same metrics for TensorBoard, to `tensorboard/` in the run directory."""
 
-    def relation_problems(self) -> Iterator[str]:
-        """See `Section.relation_problems`."""
+    def _relation_problems(self) -> Iterator[str]:
         wanted = {"tensorboard": self.tensorboard, "wandb": self.wandb in ("offline", "online")}
         for name, is_wanted in wanted.items():
             if is_wanted and not importlib.util.find_spec(name):
@@ -281,8 +277,7 @@ class ProfileConfig(Section, name="profile"):
     ranks: list[int] = field(default_factory=list)
     """Ranks that record, as [0,8]; empty is all ranks."""
 
-    def relation_problems(self) -> Iterator[str]:
-        """See `Section.relation_problems`."""
+    def _relation_problems(self) -> Iterator[str]:
         if min(self.ranks, default=0) < 0 or len(set(self.ranks)) < len(self.ranks):
             yield f"profile.ranks ({self.ranks}) must be different numbers >= 0"
 
@@ -396,8 +391,7 @@ class TrainConfig(Section):
         """How long process groups wait: longer than the watchdog, which can name who hangs."""
         return timedelta(seconds=2 * self.timeout_s)
 
-    def relation_problems(self) -> Iterator[str]:
-        """See `Section.relation_problems`."""
+    def _relation_problems(self) -> Iterator[str]:
         if not self.run_dir:
             yield "run_dir ('') must name a folder"
         if self.eval_every > 0 and self.data.validation_fraction == 0:

@@ -869,7 +869,7 @@ def test_a_recipe_says_how_much_of_ideal_it_gets(
         "fast as none, at an imbalance of 1.50"
     )
     assert [one.balance.strategy for one in trained] == ["quota", "ideal", "none"]
-    assert not any(one.type_problems() or list(one.relation_problems()) for one in trained)
+    assert not any(one.problems() for one in trained)
     assert {one.balance.transport for one in trained} == {"cuda"}
     assert all(one.overwrite for one in trained), "a second try of the part would be refused"
 
