@@ -112,7 +112,7 @@ class RunLog:
         self._has_steps = True
         for name, sink in list(self._sinks.items()):
             with self._may_fail(name):
-                sink.write(metrics, layers)
+                sink.write(metrics, layers or {})
 
     @contextmanager
     def _may_fail(self, sink: str) -> Iterator[None]:

@@ -29,13 +29,13 @@ _MOST_LABELS = 12
 """Layers, ranks or experts with a number beside them; of more, every second, third and so on."""
 
 
-def has_pictures(layers: Mapping[str, Any]) -> bool:
-    """Whether a line of `layers.jsonl` is of a step that is drawn: it has the loads of experts."""
-    return "expert_loads" in layers
-
-
 def relative_loads(layers: Mapping[str, Any]) -> dict[str, NDArray[np.float64]]:
-    """Return loads over their layer's mean, by what they are of: [layers, ranks or experts]."""
+    """Return loads over their layer's mean, by what they are of: [layers, ranks or experts].
+
+    Of a line of `layers.jsonl` without the loads of experts, whose step is not drawn, it is empty.
+    """
+    if "expert_loads" not in layers:
+        return {}
     loads = {
         name: np.array(layers[name.removeprefix("balance/")], dtype=np.float64)
         for name in (RANKS_BEFORE, RANKS_AFTER, EXPERTS)
@@ -48,8 +48,12 @@ def relative_loads(layers: Mapping[str, Any]) -> dict[str, NDArray[np.float64]]:
 
 
 def heat_maps(layers: Mapping[str, Any]) -> dict[str, Image]:
-    """Return pictures by name: layers x ranks, before and after, and layers x experts."""
-    loads = relative_loads(layers)
+    """Return pictures by name: layers x ranks, before and after, and layers x experts.
+
+    Empty where `relative_loads` is.
+    """
+    if not (loads := relative_loads(layers)):
+        return {}
     shown = {RANKS_MAP: (RANKS_BEFORE, RANKS_AFTER), EXPERTS_MAP: (EXPERTS,)}
     return {
         name: _heat_map({each: loads[each] for each in of_picture}, layers["layer"])

@@ -28,8 +28,8 @@ class Sink(ABC):
         """Whether the settings ask for it."""
 
     @abstractmethod
-    def write(self, metrics: Mapping[str, Any], layers: Mapping[str, Any] | None) -> None:
-        """Take a step: its line of `metrics.jsonl`, and that of `layers.jsonl` if there is one."""
+    def write(self, metrics: Mapping[str, Any], layers: Mapping[str, Any]) -> None:
+        """Take a step: its lines of `metrics.jsonl` and `layers.jsonl`."""
 
     @abstractmethod
     def close(self, *, failed: bool) -> None:

@@ -49,14 +49,12 @@ class TensorBoardSink(Sink):
         """See `Sink`."""
         return logging.tensorboard
 
-    def write(self, metrics: Mapping[str, Any], layers: Mapping[str, Any] | None) -> None:
+    def write(self, metrics: Mapping[str, Any], layers: Mapping[str, Any]) -> None:
         """See `Sink`."""
         step, options = metrics["step"], self._logging
         values = shown(metrics, layers, tier=options.tier, max_keys=options.max_keys)
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        if layers is None or not pictures.has_pictures(layers):
-            return
         for name, loads in pictures.relative_loads(layers).items():
             self._writer.add_histogram(name, loads, step)
         for name, image in pictures.heat_maps(layers).items():

@@ -69,13 +69,17 @@ class WandbSink(Sink):
         """See `Sink`."""
         return logging.wandb != "off"
 
-    def write(self, metrics: Mapping[str, Any], layers: Mapping[str, Any] | None) -> None:
+    def write(self, metrics: Mapping[str, Any], layers: Mapping[str, Any]) -> None:
         """See `Sink`."""
+        import wandb
+
         step, options = metrics["step"], self._logging
         values: dict[str, Any] = {STEP: step}
         values |= shown(metrics, layers, tier=options.tier, max_keys=options.max_keys)
-        if layers is not None and pictures.has_pictures(layers):
-            values |= _pictures(layers)
+        for name, loads in pictures.relative_loads(layers).items():
+            values[name] = wandb.Histogram(loads.ravel().tolist())
+        for name, image in pictures.heat_maps(layers).items():
+            values[name] = wandb.Image(image)
         self._run.log(values, step=step + self._lead)
 
     def close(self, *, failed: bool) -> None:
@@ -126,18 +130,6 @@ def _start(training: TrainConfig, folder: Path, **about: Any) -> Any:
             folder / "wandb",
         )
     return start(mode="offline")
-
-
-def _pictures(layers: Mapping[str, Any]) -> dict[str, Any]:
-    import wandb
-
-    histograms = {
-        name: wandb.Histogram(loads.ravel().tolist())
-        for name, loads in pictures.relative_loads(layers).items()
-    }
-    return histograms | {
-        name: wandb.Image(image) for name, image in pictures.heat_maps(layers).items()
-    }
 
 
 def _keep(run: Any, kind: str, folder: Path, only: str | None = None) -> None:
