@@ -110,20 +110,13 @@ def _check_arguments(balance: BalanceConfig) -> None:
 
 def _report_by_megatron(steps: StepMetrics) -> None:
     """Let Megatron's training loop report the steps beside the router's losses."""
-    tracking = _tracking()
-    owner: Any = (
-        tracking.MoEMetricsTracker
-        if tracking
-        else importlib.import_module("megatron.training.training")
-    )
-    name = "report" if tracking else "track_moe_metrics"
+    tracking = "megatron.core.transformer.moe.moe_logging"
+    owner: Any
+    if importlib.util.find_spec(tracking):
+        owner, name = importlib.import_module(tracking).MoEMetricsTracker, "report"
+    else:  # Before 0.18.
+        owner, name = importlib.import_module("megatron.training.training"), "track_moe_metrics"
     setattr(owner, name, _with_metrics(getattr(owner, name), steps))
-
-
-def _tracking() -> Any:
-    """Megatron's module that tracks MoE metrics; None before there was one (0.18)."""
-    home = "megatron.core.transformer.moe.moe_logging"
-    return importlib.import_module(home) if importlib.util.find_spec(home) else None
 
 
 def _with_metrics(report: Callable[..., Any], steps: StepMetrics) -> Callable[..., Any]:

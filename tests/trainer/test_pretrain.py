@@ -261,8 +261,12 @@ def _attached(rank: int) -> tuple[list[str], dict[str, float], dict[str, float],
     gpt.config.cuda_graph_impl = graphs
     gpt.forward_backward(num_microbatches=2)
     writer, totals = Writer(), {"lm loss": torch.ones(1)}
-    tracking = pretrain._tracking()
-    report = tracking.get_moe_metrics_tracker().report if tracking else moe_utils.track_moe_metrics
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ModuleNotFoundError:
+        report = moe_utils.track_moe_metrics
+    else:
+        report = get_moe_metrics_tracker().report
     pretrain._with_metrics(report, steps)(
         loss_scale=0.5,
         iteration=1,
