@@ -12,7 +12,7 @@ import re
 import shlex
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -166,8 +166,9 @@ def load_config(
             composed = _composed(config_name, overrides)
         if OmegaConf.get_type(composed) is not TrainConfig:
             raise ConfigError([f"{config_name}.yaml must have {SCHEMA} first in its defaults"])
-        _limit(composed, overrides)
-        if wrong := [*_of_the_command_line(composed, overrides), *_unknown_settings(composed)]:
+        asked = {each.lstrip("+").split("=")[0] for each in overrides}
+        _limit(composed, asked)
+        if wrong := [*_of_the_command_line(composed, asked), *_unknown_settings(composed)]:
             raise ConfigError(wrong)
         if config_name != SCHEMA and not composed.recipe:
             composed.recipe = config_name
@@ -325,9 +326,8 @@ class _Folders(SearchPathPlugin):
                 element.path = f"{_Recipes.scheme()}://{element.path.removeprefix('file://')}"
 
 
-def _limit(composed: DictConfig, overrides: Sequence[str]) -> None:
-    """Take the limits of `at_most` where a recipe has more, but what the command line sets."""
-    asked = {each.lstrip("+").split("=")[0] for each in overrides}
+def _limit(composed: DictConfig, asked: Collection[str]) -> None:
+    """Take the limits of `at_most` where a recipe has more, but not for settings `asked` for."""
     limits: Any = composed.at_most
     if not OmegaConf.is_dict(limits):  # It may be a reference to anything.
         raise ConfigError([f"at_most ({limits}) must be a mapping"])
@@ -340,13 +340,12 @@ def _limit(composed: DictConfig, overrides: Sequence[str]) -> None:
     composed.at_most = {}
 
 
-def _of_the_command_line(composed: DictConfig, overrides: Sequence[str]) -> list[str]:
+def _of_the_command_line(composed: DictConfig, asked: Collection[str]) -> list[str]:
     """Return what a recipe sets of the settings that can run code, a problem each.
 
     Only the whole name on the command line is a user's word: `megatron.fp8=e4m3` beside a recipe
     says nothing about the recipe's `megatron.fp8_quantizer_factory`.
     """
-    asked = {each.lstrip("+").split("=")[0] for each in overrides}
     return [
         f"{name} ({value}) can run code, so it is given on the command line, by its whole name"
         for name in _RUN_CODE
@@ -371,9 +370,10 @@ def _hydra_problem(error: Exception) -> str:
     if found := re.match(r"Could not override '(\S+)'\.(?: No match in the defaults list)?", said):
         word = re.search(r" use \+(.+)$", said.splitlines()[-1])
         return _unknown_setting(found[1], word[1] if word else found[1])
-    found = re.match(r"Error merging override ([\w.]+)=(.*)", said)
-    if found and (problem := _wrong_value(found[1], found[2])):
-        return problem
+    if found := re.match(r"Error merging override ([\w.]+)=(.*)", said):
+        section, _, key = found[1].rpartition(".")
+        if key in getattr(owner := _SECTIONS.get(section), "__dataclass_fields__", ()):
+            return wrong_value(owner, key, None if found[2] == "null" else found[2])
     if found := re.match(r"Ambiguous value for argument '(.*)'", said):
         return f"{found[1]}: a run has one value of each setting; -m makes a run for each value"
     if found := re.match(r"Could not append to config. An item is already at '(\S+)'", said):
@@ -428,12 +428,3 @@ def _unknown_setting(name: str, word: str) -> str:
     if not section and key in BalanceConfig.__dataclass_fields__:
         return f"{name}: there is no setting of this name; it is balance.{key}"
     return no_setting(owner, key)
-
-
-def _wrong_value(name: str, value: str) -> str | None:
-    """Say what a setting must be that got a value of another type; None for no setting."""
-    section, _, key = name.rpartition(".")
-    owner = _SECTIONS.get(section)
-    if owner is None or key not in owner.__dataclass_fields__:
-        return None
-    return wrong_value(owner, key, None if value == "null" else value)
