@@ -13,6 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ class StepGuard:
         self._unsound = ""
         if self._policy != "ignore":
             # The optimizer of a chain asks for the norm even where nothing is clipped.
-            optimizer.get_grad_norm = _raising(optimizer.get_grad_norm)
+            optimizer.get_grad_norm = partial(_finite_norm, optimizer.get_grad_norm)
 
     def optimizer_step(self, step: int, losses: Sequence[float]) -> tuple[bool, float]:
         """Make an optimizer step, unless the gradients are not finite.
@@ -127,14 +128,11 @@ class _NormNotFiniteError(Exception):
     """The norm of the gradients, its argument, is not finite."""
 
 
-def _raising(get_grad_norm: Callable[[], float]) -> Callable[[], float]:
-    def finite_norm() -> float:
-        norm = get_grad_norm()
-        if not math.isfinite(norm):
-            raise _NormNotFiniteError(norm)
-        return norm
-
-    return finite_norm
+def _finite_norm(get_grad_norm: Callable[[], float]) -> float:
+    norm = get_grad_norm()
+    if not math.isfinite(norm):
+        raise _NormNotFiniteError(norm)
+    return norm
 
 
 _KINDS = ("weight", "state", "loss", "gradient")

@@ -70,7 +70,6 @@ class OnMeta(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """See `TorchFunctionMode`."""
         kwargs = dict(kwargs or {})
         if function is torch.Tensor.cuda:
             return args[0]

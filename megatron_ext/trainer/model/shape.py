@@ -68,7 +68,6 @@ class ModelShape:
     """Microbatches of a step, for each data-parallel rank."""
 
     def __post_init__(self) -> None:
-        """Check every number."""
         check_fields(self)
         if self.num_dense_layers >= self.num_layers:
             raise ValueError(
