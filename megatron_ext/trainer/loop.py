@@ -77,6 +77,7 @@ class Training:
         self.step, self.consumed_samples, self._tokens = self.checkpoints.load_newest()
         self.scheduler = build.build_scheduler(config, self.optimizer, self.step)
         layers = build.moe_layers(self.chunks)
+        self._balanced = [layer for layer in layers if isinstance(layer, BalancedMoELayer)]
         self.recorder = LoadRecorder(layers, parallel_state.get_expert_model_parallel_group())
         self._place = place_of_rank(layers)
         self.layers: dict[str, Any] = {}
@@ -141,11 +142,11 @@ class Training:
 
     def settled(self) -> dict[str, Any]:
         """Return what was settled when the model was made, for JSON."""
-        layers = (one for one in build.moe_layers(self.chunks) if isinstance(one, BalancedMoELayer))
         known: dict[str, Any] = {"num_ranks": dist.get_world_size()}
-        if layer := next(layers, None):
-            ep_size, domain_ranks = layer.layout.ep_size, layer.layout.nvlink_domain
-            known |= {"transport": layer.transport, "nvlink_domains": ep_size // domain_ranks}
+        if self._balanced:
+            layout = self._balanced[0].layout
+            known["transport"] = self._balanced[0].transport
+            known["nvlink_domains"] = layout.ep_size // layout.nvlink_domain
         return known
 
     def train_step(self) -> dict[str, Any]:
@@ -190,7 +191,7 @@ class Training:
             "tflops_per_gpu": tokens_per_s * self._token_flops / dist.get_world_size() / 1e12,
             **gathered.metrics(),
             **_prediction_metrics(self.config, loads),
-            **_measured_costs(self.chunks),
+            **_measured_costs(self._balanced),
         }
 
     def _save(self) -> None:
@@ -340,9 +341,8 @@ def _prediction_metrics(config: TrainConfig, loads: StepLoads) -> dict[str, floa
     }
 
 
-def _measured_costs(chunks: list[Any]) -> dict[str, float]:
+def _measured_costs(layers: list[BalancedMoELayer]) -> dict[str, float]:
     """Return the costs that this rank's EP group measured to choose plans by, if it did."""
-    layers = (one for one in build.moe_layers(chunks) if isinstance(one, BalancedMoELayer))
     balancers = (layer.balancer for layer in layers if layer.is_started)
     return next((balancer.measured for balancer in balancers if balancer.measured), {})
 
