@@ -145,7 +145,8 @@ class HubModel:
         entry = self._entries[name]
         if value is not None:
             entry = dataclasses.replace(entry, data=value)
-        return list(nested_values([entry.build()])) if _is_split(entry) else [entry]
+        is_split = isinstance(entry, ShardedTensorFactory)
+        return list(nested_values([entry.build()])) if is_split else [entry]
 
     def num_bytes(self, name: str) -> int:
         """Return the bytes of a parameter."""
@@ -161,10 +162,10 @@ class HubModel:
                 sizes[0] = self.settings["model"]["vocab_size"]
             part = checkpoint.read(piece.key, piece.global_offset, sizes)
             parts.append(part.reshape(*sizes[piece.prepend_axis_num :]))
-        if not _is_split(entry):
-            return parts[0]
-        merged: Tensor = entry.merge_fn(parts)
-        return merged
+        value: Tensor = (
+            entry.merge_fn(parts) if isinstance(entry, ShardedTensorFactory) else parts[0]
+        )
+        return value
 
     def check_saved(self, checkpoint: Tensors) -> None:
         """Raise a ValueError unless a checkpoint has the tensors of the model, in their shapes."""
@@ -239,10 +240,6 @@ def _stand_in(chunk: nn.Module) -> None:
             if buffer is not None and buffer.is_meta:
                 value = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
                 module._buffers[name] = value
-
-
-def _is_split(entry: Any) -> bool:
-    return isinstance(entry, ShardedTensorFactory)
 
 
 def sizes_of(piece: ShardedTensor) -> tuple[int, ...]:
