@@ -35,8 +35,7 @@ from megatron_ext.trainer.config import SCHEMA, TrainConfig
 from megatron_ext.trainer.logs.rank_logs import LOGS_FOLDER
 from megatron_ext.trainer.ranks.signals import Stopped
 from megatron_ext.trainer.reports.run_page import FILE as REPORT_FILE
-from megatron_ext.trainer.sinks import SINKS
-from megatron_ext.trainer.sinks.sink import Sink
+from megatron_ext.trainer.sinks import SINKS, Sink
 from megatron_ext.trainer.sinks.tensorboard import FOLDER as TENSORBOARD_FOLDER
 from megatron_ext.words import ranges
 

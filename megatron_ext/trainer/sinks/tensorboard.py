@@ -12,7 +12,6 @@ from megatron_ext.telemetry.names import shown
 from megatron_ext.trainer.config import LoggingConfig, TrainConfig
 from megatron_ext.trainer.sinks import pictures
 from megatron_ext.trainer.sinks.panels import COUNT_OF_LAYERS, panels_by_section
-from megatron_ext.trainer.sinks.sink import Sink
 
 FOLDER = "tensorboard"
 
@@ -20,7 +19,7 @@ _FLUSH_S = 10
 """Seconds after which TensorBoard sees a step at the latest."""
 
 
-class TensorBoardSink(Sink):
+class TensorBoardSink:
     """Writes scalars by the names of `telemetry/names.py`, histograms and heat maps of loads.
 
     A continued run hides what was written of the steps that it makes again.

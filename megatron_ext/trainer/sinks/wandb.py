@@ -23,7 +23,6 @@ from megatron_ext.telemetry.profile import PROFILE_FILE
 from megatron_ext.trainer.config import LoggingConfig, TrainConfig
 from megatron_ext.trainer.sinks import pictures
 from megatron_ext.trainer.sinks.panels import STEP
-from megatron_ext.trainer.sinks.sink import Sink
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ _INIT_S, _FINISH_S = 30.0, 300.0
 _MOST_ID_BYTES = 1000
 
 
-class WandbSink(Sink):
+class WandbSink:
     """Writes metrics by the names of `telemetry/names.py`, histograms and heat maps of loads.
 
     At the end, the trace and the profile of the run become artifacts.
