@@ -10,7 +10,6 @@ saving and loading. The parallel sizes may differ, too.
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from functools import partial
@@ -74,7 +73,7 @@ class Checkpoints:
         self._chunks = chunks
         self._optimizer = optimizer
         self._folder = Path(config.run_dir) / "checkpoints"
-        self._writing: tuple[dict[str, Any], CheckpointWriter] | None = None
+        self._writing: CheckpointWriter | None = None
         self._newest_step: int | None = None
         self._damaged: dict[Path, str] = {}
         self._settings: dict[str, Any] = {}
@@ -170,8 +169,8 @@ class Checkpoints:
             "router_groups": megatron.moe_router_group_topk and megatron.moe_router_num_groups,
         }
         state = saved_state(self._chunks, self._optimizer)
-        writer = CheckpointWriter(state, self._unfinished(step), in_background=in_background)
-        self._writing = run, writer
+        folder = self._unfinished(step)
+        self._writing = CheckpointWriter(state, run, folder, in_background=in_background)
         if not in_background:
             self.finish()
 
@@ -179,7 +178,7 @@ class Checkpoints:
         """Complete the checkpoint that is being written, if all ranks have written their part."""
         if self._writing is None:
             return
-        written = torch.tensor(int(self._writing[1].is_written()), device="cuda")
+        written = torch.tensor(int(self._writing.is_written()), device="cuda")
         dist.all_reduce(written, op=dist.ReduceOp.MIN)
         if written.item():
             self.finish()
@@ -188,9 +187,8 @@ class Checkpoints:
         """Wait for the checkpoint that is being written, if there is one, and complete it."""
         if self._writing is None:
             return
-        run, writer = self._writing
-        step, self._writing = run["step"], None
-        problem = writer.finish({RUN_FILE: (json.dumps(run, indent=2) + "\n").encode()})
+        writer, self._writing = self._writing, None
+        step, problem = writer.run["step"], writer.finish()
         if dist.get_rank() == 0 and problem is None:
             problem = self._put_in_place(step)
         if problem := tell(problem):
@@ -204,9 +202,7 @@ class Checkpoints:
 
     def _choose(self) -> Path | None:
         """Return the checkpoint to load: all ranks look through a share of each candidate."""
-        while True:
-            if (checkpoint := self._candidate()) is None:
-                return None
+        while checkpoint := self._candidate():
             found, foreign = self._look_through(checkpoint)
             if foreign:
                 end_all(distrust(checkpoint, foreign[0]))

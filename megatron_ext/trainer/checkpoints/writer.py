@@ -10,6 +10,7 @@ waits in a collective for a rank that failed.
 from __future__ import annotations
 
 import inspect
+import json
 import queue
 import shutil
 import threading
@@ -29,7 +30,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from checkpoints_tools.folder import COMMON_FILE, Checksum, Hasher, seal
+from checkpoints_tools.folder import COMMON_FILE, RUN_FILE, Checksum, Hasher, seal
 from megatron_ext.arguments import one_line
 from megatron_ext.files.whole import NO_ROOM
 
@@ -49,11 +50,14 @@ class _Written:
 class CheckpointWriter:
     """A checkpoint on its way into an empty folder that all ranks see.
 
-    Made on all ranks, of Megatron's sharded state dict, and then `finish`ed by all. `in_background`
-    writes beside the caller, from a copy of the state.
+    Made on all ranks, of Megatron's sharded state dict and what `run.json` says, and then
+    `finish`ed by all. `in_background` writes beside the caller, from a copy of the state.
     """
 
-    def __init__(self, state: dict[str, Any], folder: Path, *, in_background: bool) -> None:
+    def __init__(
+        self, state: dict[str, Any], run: dict[str, Any], folder: Path, *, in_background: bool
+    ) -> None:
+        self.run = run
         self._folder = folder
         sharded, self._common = save_preprocess(state)
         self._plan = _Plan("torch_dist", 1)
@@ -72,10 +76,8 @@ class CheckpointWriter:
         """Whether this rank has written its part. Says nothing about the others."""
         return not self._thread.is_alive()
 
-    def finish(self, others: dict[str, bytes]) -> str | None:
+    def finish(self) -> str | None:
         """Wait for all ranks' parts, then write what there is once. All ranks call it.
-
-        `others` are contents of files to add, by name.
 
         Returns:
             Why the checkpoint could not be written, the same on all ranks; None if it was.
@@ -86,7 +88,7 @@ class CheckpointWriter:
         problem = next((one.error for one in everyone if one.error), None)
         if dist.get_rank() == 0 and problem is None:
             try:
-                self._write_once(everyone, others)
+                self._write_once(everyone)
             except (OSError, RuntimeError) as error:
                 problem = describe(error, self._folder)
         return tell(problem)
@@ -113,14 +115,13 @@ class CheckpointWriter:
             written.checksums |= file.checksums
         written.error = next((file.error for file in files if file.error), None)
 
-    def _write_once(self, everyone: list[_Written], others: dict[str, bytes]) -> None:
+    def _write_once(self, everyone: list[_Written]) -> None:
         """Write the table of contents, the small files, and the checksums of all."""
         self._plan.writer.finish(self._plan.table, [one.results for one in everyone])
         # Megatron-Core 0.16 asks for it, and 0.19 reads it: each can load what the other saved.
         torch.save(self._common, self._folder / COMMON_FILE)
         save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
-        for name, content in others.items():
-            (self._folder / name).write_bytes(content)
+        (self._folder / RUN_FILE).write_text(json.dumps(self.run, indent=2) + "\n")
         seal(self._folder, dict(ChainMap(*(one.checksums for one in everyone))))
 
 
