@@ -157,11 +157,11 @@ def load_config(
     if wrong := _wrong_words(overrides, folder):
         raise ConfigError(wrong)
     config_name = config_name or SCHEMA
-    if config_name != SCHEMA:
-        _check_recipe(config_name, folder)
     for plugin in _Recipes, _Folders:
         Plugins.instance().register(plugin)
     try:
+        if config_name != SCHEMA:
+            _check_recipe(config_name, folder)
         with initialize_config_dir(str(folder), version_base="1.3"):
             composed = _composed(config_name, overrides)
         if OmegaConf.get_type(composed) is not TrainConfig:
@@ -189,7 +189,7 @@ def load_config(
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException, ConfigError):
         raise
-    except ValueError as error:  # A section's, about its own values.
+    except ValueError as error:  # A recipe's, or a section's about its own values.
         raise ConfigError([str(error)]) from None
     assert isinstance(config, TrainConfig)
     if problems or of_balance:
@@ -219,11 +219,8 @@ def _check_recipe(name: str, folder: Path) -> None:
     for each, names in found.items():
         if stem in names:
             path = each / f"{stem}.yaml"
-            try:
-                if "defaults" not in read_yaml(path):
-                    raise ValueError(f"{path}: `defaults: [{SCHEMA}, _self_]` is missing")
-            except ValueError as error:
-                raise ConfigError([str(error)]) from None
+            if "defaults" not in read_yaml(path):
+                raise ValueError(f"{path}: `defaults: [{SCHEMA}, _self_]` is missing")
             return
     there = "; ".join(f"{each} has {', '.join(names) or 'none'}" for each, names in found.items())
     raise ConfigError(
