@@ -156,11 +156,9 @@ def _read_run(folder: Path) -> Run:
         below = sorted(str(file.parent) for file in folder.glob(f"*/{METRICS_FILE}"))
         hint = f"; there are runs in it: {', '.join(below)}" if below else ""
         raise FileNotFoundError(f"{folder} is no run directory: it has no {METRICS_FILE}{hint}")
-    settings = (
-        dict(_flat(read_yaml(folder / CONFIG_FILE, follow=False)))
-        if (folder / CONFIG_FILE in there)
-        else {}
-    )
+    settings: dict[str, str] = {}
+    if folder / CONFIG_FILE in there:
+        settings = dict(_flat(read_yaml(folder / CONFIG_FILE, follow=False)))
     # `StepMetrics` writes these settings only, and not what it was not told.
     is_program = bool(settings) and all(
         name == "num_ranks" or name.startswith("balance.") for name in settings
