@@ -56,7 +56,7 @@ def train(config: TrainConfig, *, num_ranks: int | None = None, verbose: bool = 
         if int(os.environ.get("RANK", 0)) == 0:
             logger.info("%s: nothing to do: step %d of %d", config.run_dir, done, config.steps)
         return
-    _check_machine(config, num_ranks=None if is_rank else num_ranks)
+    _check_machine(config, num_ranks)
     # What a run makes, not every user may change, wherever it is made: here or in a library.
     os.umask(os.umask(0o077) | stat.S_IWOTH)
     # Rank 0 holds it for all ranks of torchrun.
@@ -108,13 +108,10 @@ def _num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _check_machine(config: TrainConfig, *, num_ranks: int | None) -> None:
-    """Check that a run can start here, and load the library, which may have to be built.
-
-    A process that is a rank gives no number of ranks.
-    """
+def _check_machine(config: TrainConfig, num_ranks: int) -> None:
+    """Check that a run can start here, and load the library, which may have to be built."""
     gpus, problem = _num_gpus(), ""
-    if gpus and num_ranks is not None and num_ranks > gpus:
+    if 0 < gpus < num_ranks and "RANK" not in os.environ:  # Else ranks have several machines.
         problem = (
             f"the number of ranks ({num_ranks}) must be <= {gpus}, the GPUs of this machine: "
             "CUDA_VISIBLE_DEVICES= in front of the command puts ranks on CPUs"
@@ -126,7 +123,7 @@ def _check_machine(config: TrainConfig, *, num_ranks: int | None) -> None:
         )
     else:
         try:
-            allow_open_files(num_ranks or int(os.environ["WORLD_SIZE"]), config.parallel.ep_size)
+            allow_open_files(num_ranks, config.parallel.ep_size)
             load_library()
         except RuntimeError as error:
             problem = str(error)
