@@ -51,7 +51,7 @@ _IMPORTED = [
     "pytest",  # by every file of tests
     "torch._dynamo",  # by every optimizer
 ]
-"""Modules that ranks find imported: what a rank imports itself, each garbage collection goes through."""
+"""Modules that ranks find imported. Each garbage collection goes through what they import later."""
 
 _kept: dict[int, list[_Rank]] = {}
 
