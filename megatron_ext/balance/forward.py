@@ -239,7 +239,7 @@ class Forward:
         the replicas that the slots hold already, int32 [R, S] as in a plan. A replica that the plan
         has in the same slot is not moved again.
         """
-        if self.buffers is None or (self.pushing is not None and self._has_slots):
+        if self.buffers is None or (self.pushing is not None and self.has_slots):
             return  # The layer above has started to, or the second pass where it began.
         with stage(PUSH_START):
             replicas = self.replicas
@@ -258,7 +258,7 @@ class Forward:
         """
         if self.buffers is None:
             return tokens, NO_SLOTS
-        if not self._has_slots:
+        if not self.has_slots:
             self.push()
         assert self.pushing is not None, "the push comes before the experts"
         with stage(PUSH_WAIT):
@@ -503,7 +503,7 @@ class Forward:
 
         Once, unless another push has overwritten the replicas since.
         """
-        if self.rematerializing is None or not self._has_slots:
+        if self.rematerializing is None or not self.has_slots:
             with stage_of_backward(PUSH_START, self.layer_number):
                 self.rematerializing = self._materialize(
                     self.replicas_of_backward(), columnwise=True
@@ -534,7 +534,7 @@ class Forward:
         return materializing
 
     @property
-    def _has_slots(self) -> bool:
+    def has_slots(self) -> bool:
         """Whether the last push was for this forward. All ranks see the same order of pushes."""
         return self.buffers is not None and self.num_pushes == self.buffers.num_pushes
 
@@ -544,7 +544,7 @@ class Forward:
         Raises:
             RuntimeError: Another forward or backward has come in between.
         """
-        if not self._has_slots:
+        if not self.has_slots:
             raise RuntimeError(
                 f"{self.label}: another MoE layer or microbatch ran in the middle of this layer's "
                 "experts, or of their backward, and overwrote their replicas: run it before or "

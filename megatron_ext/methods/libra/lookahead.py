@@ -59,14 +59,6 @@ class Prediction:
     """The replicas on their way."""
     sent: Mark
     """The start of the push; None if the push is not timed."""
-    num_pushes: int
-    """`SlotBuffers.num_pushes` with this one."""
-
-    @property
-    def is_still_there(self) -> bool:
-        """Whether no later push has overwritten the replicas."""
-        buffers = self.forward.buffers
-        return buffers is not None and buffers.num_pushes == self.num_pushes
 
     def wait(self) -> None:
         """Return when the slots hold the replicas; called once."""
@@ -150,7 +142,7 @@ class LookaheadMoELayer(BalancedMoELayer):
         """Wait for the replicas that were sent ahead, and materialize the missing ones."""
         if self._prediction is not None:
             self._prediction.wait()
-            if self._prediction.is_still_there:
+            if forward.has_slots:  # No later push has overwritten the replicas.
                 there = self._prediction.placed
         super().push(forward, there)
 
@@ -206,8 +198,9 @@ class LookaheadMoELayer(BalancedMoELayer):
             replicas = Transfers(placed, self.layout.mains_per_rank)
             pending = balancer.buffers.push(replicas, mains, label)
         sent = TIMES.mark() if self.training else None
-        forward, num_pushes = balancer.new_forward(mains), balancer.buffers.num_pushes
-        return Prediction(forward, predicted, load, placed, pending, sent, num_pushes)
+        forward = balancer.new_forward(mains)
+        forward.num_pushes = balancer.buffers.num_pushes
+        return Prediction(forward, predicted, load, placed, pending, sent)
 
 
 def predict_routing(router: Any, hidden_states: Tensor) -> Tensor:
