@@ -305,14 +305,9 @@ def _has_graphs(config: Any) -> bool:
 DELAYS = "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"
 
 
-def _unfused(config: Any) -> str | None:
-    fused = config.gradient_accumulation_fusion
-    return None if fused else "gradient_accumulation_fusion (False)"
-
-
-def _without_op_fuser(config: Any) -> str | None:
-    fuses = getattr(config, "use_transformer_engine_op_fuser", False)
-    return None if fuses else "use_transformer_engine_op_fuser (False)"
+def _without(field: str) -> Callable[[Any], str | None]:
+    """Return an `only_with`: the rule holds where a field is off."""
+    return lambda config: None if getattr(config, field, False) else f"{field} (False)"
 
 
 def _beside_shards(config: Any) -> str | None:
@@ -361,7 +356,7 @@ MUST_BE = (
             (False,),
             "without fusion Megatron itself takes memory that nothing has set for gradients",
             "leave out --no-gradient-accumulation-fusion",
-            only_with=_unfused,
+            only_with=_without("gradient_accumulation_fusion"),
         )
         for field in DELAYS
     ),
@@ -387,7 +382,7 @@ MUST_BE = (
         "moe_use_grouped_tensor",
         (False,),
         "replicas in linears that take grouped tensors were never run",
-        only_with=_without_op_fuser,
+        only_with=_without("use_transformer_engine_op_fuser"),
     ),
     *(
         Demand(field, ("bf16",), "replicas' tokens were never sent in another dtype")
