@@ -270,7 +270,8 @@ def _set_aside(
         return None
     experts = [ep_rank * len(main_grads) + m for m in narrow]
     copies = torch.ops.megatron_ext.set_aside(list(narrow.values()), experts_in_slots, experts)
-    return [dict(zip(narrow, copies, strict=True)).get(m) for m in range(len(main_grads))]
+    by_main = dict(zip(narrow, copies, strict=True))
+    return [by_main.get(m) for m in range(len(main_grads))]
 
 
 Held = SeparateMains | StackedMains
