@@ -32,10 +32,6 @@ _CHANGED = 0x7468617765640000
 """What a rank sends in place of a seal, plus the layer's number, if it froze or thawed experts."""
 
 
-def _is_change(seal: int) -> bool:
-    return _CHANGED <= seal < _CHANGED + 2**16
-
-
 class Agreement:
     """Seals of a group's plans, as one rank sees them. All layers of the group share it.
 
@@ -183,7 +179,8 @@ class Agreement:
             self._raise(layer, seals)
 
     def _raise(self, layer: int, seals: list[int]) -> None:
-        if said := {rank: seal - _CHANGED for rank, seal in enumerate(seals) if _is_change(seal)}:
+        numbers = {rank: seal - _CHANGED for rank, seal in enumerate(seals)}
+        if said := {rank: number for rank, number in numbers.items() if 0 <= number < 2**16}:
             raise RuntimeError(
                 f"layer {max(said.values())}: {name_ranks(list(said), self._num_shards)} have "
                 "frozen or thawed experts, and the other ranks have not: do so on all ranks in the "
