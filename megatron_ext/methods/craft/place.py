@@ -254,8 +254,8 @@ def assign(counts: Sequence[int] | np.ndarray, ranks: int) -> np.ndarray:
         cutoff = np.sort(totals)[rest - 1]
         fewest = np.flatnonzero(totals < cutoff)
         tied = np.flatnonzero(totals == cutoff)
-        missing = rest - len(fewest)
-        spread = tied[np.arange(missing) * len(tied) // missing] if missing else tied[:0]
+        missing = rest - len(fewest)  # At least 1: the cutoff is the rest-th smallest.
+        spread = tied[np.arange(missing) * len(tied) // missing]
         chosen = np.concatenate([fewest, spread])
         assigned[layer, chosen] += 1
         totals[chosen] += 1

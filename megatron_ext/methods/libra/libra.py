@@ -268,16 +268,13 @@ class _Shares:
                     carried = min(self.rank_loads[source] - limit, room, self.quota[expert][rank])
                     if carried < min_quota or host in self._instances[expert]:
                         continue
-                    if self._free_slot(host) is None:
-                        continue
+                    slot = self._free_slot(host)
                     key = (-carried, room)
-                    if best is None or key < best[0]:
-                        best = (key, expert, host)
+                    if slot is not None and (best is None or key < best[0]):
+                        best = (key, expert, host, slot)
         if best is None:
             return False
-        _, expert, host = best
-        slot = self._free_slot(host)
-        assert slot is not None, "the host has a free slot"
+        _, expert, host, slot = best
         if (unused := self.held[host][slot]) >= 0:
             self._instances[unused].remove(host)
         self.held[host][slot] = expert

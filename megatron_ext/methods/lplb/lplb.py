@@ -23,8 +23,7 @@ def place(expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> 
 
     Source: UltraEP, section 8.1 (LPLB with at most one replica per expert, paired with EPLB).
     """
-    most = min(1, layout.nvlink_domain - 1)
-    return eplb.place_replicas(expert_load, layout, most_replicas=most)
+    return eplb.place_replicas(expert_load, layout, most_replicas=1)
 
 
 def share(
