@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_ext.balance.strategies import STRATEGIES
+from megatron_ext.balance.strategies.strategy import Planner
 from megatron_ext.config import BalanceConfig, ConfigError
 from megatron_ext.mcore.experts import EXPERT_KINDS, name_of, quantization_problem
 from megatron_ext.mcore.limits import validate_for_balancing
@@ -29,8 +31,10 @@ def check(config: Any, balance: BalanceConfig, spec: Any = None) -> None:
     """
     problems = validate_for_balancing(config, balance)
     if spec is not None:
-        kinds = [each for each in modules_of(spec) if name_of(each) in EXPERT_KINDS]
-        problems += filter(None, (quantization_problem(config, kind) for kind in kinds))
+        strategy = STRATEGIES.get(balance.strategy)
+        if strategy is not None and isinstance(strategy.kind, Planner):  # Others have no replicas.
+            kinds = [each for each in modules_of(spec) if name_of(each) in EXPERT_KINDS]
+            problems += filter(None, (quantization_problem(config, kind) for kind in kinds))
         try:
             with_balanced_layers(spec, balance)
         except (ValueError, FileNotFoundError) as error:

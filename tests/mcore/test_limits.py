@@ -279,6 +279,10 @@ def test_the_class_of_the_experts_is_checked_where_a_spec_is_given() -> None:
     config, balance = moe_config(), BalanceConfig()
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
     check(config, balance, spec)
+    config.fp8 = "e4m3"  # Experts of layers without replicas may quantize as they like.
+    for without_plans in ("none", "ideal"):
+        check(config, BalanceConfig(strategy=without_plans), spec)
+    config.fp8 = None
     dense = get_gpt_layer_local_spec()
     with pytest.raises(ConfigError, match=r"spec has no MoE layer .*\bTransformerLayer\b"):
         check(config, balance, dense)
