@@ -65,21 +65,21 @@ class LayerPlanner:
         self, strategy: str, layout: ExpertLayout, settings: PlanSettings, *, layer: int = 0
     ) -> None:
         planner = get_planner(strategy, for_time=settings.costs is not None)
-        self._placed = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
-        self._num_spare_slots = 0
+        self._first_placed = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
+        self._whole_layout = layout
         if isinstance(planner, FromPlacement):
             if settings.placement is None:
                 raise ValueError(
                     f"strategy {strategy!r} needs a placement: `megatron-ext place craft` makes one"
                 )
             if layout.slots > 0:
-                self._placed = settings.placement.replicas(layer, layout)
+                self._first_placed = settings.placement.replicas(layer, layout)
         elif settings.placement is not None:
             used = min(layout.slots, settings.placement.slot_limit(layer))
-            self._num_spare_slots = layout.slots - used
             layout = dataclasses.replace(layout, slots=used)
-            self._placed = self._placed[:, :used]
-        self._layout = layout
+            self._first_placed = self._first_placed[:, :used]
+        self._layout = layout  # Plans may use fewer slots.
+        self._num_spare_slots = self._whole_layout.slots - layout.slots
         self._settings = settings
         if settings.costs is not None:
             # Imported here, because only objective `time` needs the module.
@@ -88,7 +88,6 @@ class LayerPlanner:
             assert isinstance(planner, Solves), "`get_planner` refused what does not solve"
             planner = Solves(solver_for_time(planner.solve))
         self._planner = planner
-        self._first_placed = self._placed
         self.forget()
         can_take_back(self)
 

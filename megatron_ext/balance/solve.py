@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_ext.balance.batches import stack_plans
 from megatron_ext.balance.costs import LayerCosts
-from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.plan import BalancePlan, check_load
 from megatron_ext.balance.planner import LayerPlanner, plan_layout
@@ -96,13 +95,7 @@ def solve(
 class PlannerInOrder(LayerPlanner):
     """Plans the loads of one layer in their order; arguments and errors as of `LayerPlanner`."""
 
-    def __init__(
-        self, strategy: str, layout: ExpertLayout, settings: PlanSettings, *, layer: int = 0
-    ) -> None:
-        super().__init__(strategy, layout, settings, layer=layer)
-        # A placement may let plans use fewer slots.
-        self._whole_layout = layout
-        self._previous_load: Tensor | None = None
+    _previous_load: Tensor | None = None
 
     def expect_in_order(self, predicted: Tensor | None = None) -> Tensor | None:
         """Place the replicas of the next load as `expect` does; None if it does not predict.
