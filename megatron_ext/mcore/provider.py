@@ -33,10 +33,12 @@ class ProviderSpec:
         spec_function = self.spec_function or _default_of(config)
         takes = inspect.signature(spec_function).parameters
         stage = {"vp_stage": vp_stage} if "vp_stage" in takes else {}
-        spec = balance_spec(spec_function(*[config][: len(takes)], **stage), self.balance)
+        first = [config] if len(takes) > len(stage) else []
+        spec = balance_spec(spec_function(*first, **stage), self.balance)
         # Megatron makes the spec of multi-token prediction from a `TransformerLayer` only. With
         # that class, backward waits for the reduction inside the MoE layer.
-        is_ours = isinstance(spec, ModuleSpec) and issubclass(spec.module, PassingTransformerLayer)
+        module = getattr(spec, "module", None)  # A class, or a pair of names that Megatron imports.
+        is_ours = isinstance(module, type) and issubclass(module, PassingTransformerLayer)
         if is_ours and config.mtp_num_layers:
             spec = dataclasses.replace(spec, module=TransformerLayer)
         return spec

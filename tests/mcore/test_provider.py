@@ -11,7 +11,7 @@ import inspect
 import logging
 import pickle
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -91,12 +91,26 @@ def test_chunks_get_their_own_spec() -> None:
 
 
 @pytest.mark.option("bridge")
-def test_a_function_may_take_nothing() -> None:
+def test_a_function_may_take_nothing_or_a_stage_alone() -> None:
     def stack() -> Any:
         return layer_spec(SimpleNamespace(num_moe_experts=4))
 
+    def stack_of(vp_stage: int | None) -> Any:
+        return stack()
+
     config = SimpleNamespace(mtp_num_layers=None)
-    assert "BalancedMoELayer" in repr(balanced_provider_spec(stack, BalanceConfig())(config))
+    for each in (stack, stack_of):
+        assert "BalancedMoELayer" in repr(balanced_provider_spec(each, BalanceConfig())(config))
+
+
+@pytest.mark.option("bridge")
+def test_a_spec_may_name_its_module() -> None:
+    def named(config: Any) -> Any:
+        spec = layer_spec(config)
+        return replace(spec, module=(spec.module.__module__, spec.module.__name__))
+
+    config = SimpleNamespace(num_moe_experts=4, mtp_num_layers=1)
+    assert "BalancedMoELayer" in repr(balanced_provider_spec(named, BalanceConfig())(config))
 
 
 @pytest.mark.option("bridge")
