@@ -23,6 +23,7 @@ from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies import quota as quota_planner
 from megatron_ext.balance.strategies.strategy import FromPrediction, PlanSettings, Strategy
 from megatron_ext.config import LibraSettings
+from megatron_ext.transport.reach import domain_of
 
 
 def place(predicted: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
@@ -127,9 +128,9 @@ def _plan(
     even = quota_planner.solve(load, layout, settings)
     goal = target_load(int(load.sum()), layout.ep_size, round(settings.tolerance * 1e6))
     limit = max(goal, int(even.rank_loads().max()))
-    parts = _begin(load, placed, layout)
-    if all(part.reach(limit, settings.min_quota) for part in parts):
-        return _plan_of(parts, layout)
+    shares = _Shares(load.sum(0).tolist(), placed, layout)
+    if shares.reach(limit, settings.min_quota):
+        return shares.plan()
     return BalancePlan(layout, even.quota, _align(even.experts_in_slots, placed))
 
 
@@ -143,52 +144,21 @@ def _align(experts_in_slots: Tensor, placed: list[list[int]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32).view(experts_in_slots.shape)
 
 
-def _begin(load: Tensor, placed: list[list[int]], layout: ExpertLayout) -> list[_Shares]:
-    """Return each domain with all its assignments at home."""
-    mains, ranks = layout.mains_per_rank, layout.nvlink_domain
-    loads = load.sum(0).tolist()
-    parts = []
-    for first in range(0, layout.ep_size, ranks):
-        experts = range(first * mains, (first + ranks) * mains)
-        held = [
-            [e - experts.start if e >= 0 else -1 for e in row] for row in placed[first:][:ranks]
-        ]
-        parts.append(_Shares(loads[experts.start : experts.stop], held))
-    return parts
-
-
-def _plan_of(parts: list[_Shares], layout: ExpertLayout) -> BalancePlan:
-    """Return the plan of all domains, without the replicas that have no quota."""
-    mains, ranks = layout.mains_per_rank, layout.nvlink_domain
-    quota = torch.zeros(layout.num_experts, layout.ep_size, dtype=torch.int64)
-    experts_in_slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
-    for index, part in enumerate(parts):
-        first = index * ranks
-        rows = slice(first * mains, (first + ranks) * mains)
-        quota[rows, first : first + ranks] = torch.tensor(part.quota)
-        for rank, row in enumerate(part.held):
-            for slot, expert in enumerate(row):
-                if expert >= 0 and part.quota[expert][rank] > 0:
-                    experts_in_slots[first + rank, slot] = expert + first * mains
-    return BalancePlan(layout, quota, experts_in_slots)
-
-
 class _Shares:
-    """A domain's plan in the making: `quota[expert][rank]`, `held[rank]`, `rank_loads[rank]`.
+    """A plan in the making: `quota[expert][rank]`, `held[rank]`, `rank_loads[rank]`.
 
-    Ranks and experts are counted from the domain's first. At first everything is at home, and the
-    replicas that are there have no quota.
+    At first everything is at home, and the replicas that are there have no quota. NVLink domains
+    do not touch each other: all instances of an expert are in one.
     """
 
-    def __init__(self, loads: list[int], placed: list[list[int]]) -> None:
-        ranks = len(placed)
-        self._mains = len(loads) // ranks
-        self.quota = [[0] * ranks for _ in loads]
+    def __init__(self, loads: list[int], placed: list[list[int]], layout: ExpertLayout) -> None:
+        self._layout = layout
+        self.quota = [[0] * layout.ep_size for _ in loads]
         self.held = [list(row) for row in placed]
-        self.rank_loads = [0] * ranks
+        self.rank_loads = [0] * layout.ep_size
         self._instances: list[set[int]] = [set() for _ in loads]
         for expert, load in enumerate(loads):
-            home = expert // self._mains
+            home = layout.home_rank(expert)
             self.quota[expert][home] = load
             self.rank_loads[home] += load
             self._instances[expert].add(home)
@@ -212,9 +182,19 @@ class _Shares:
         for rank, row in enumerate(self.held):
             for expert in row:
                 if expert >= 0 and 0 < self.quota[expert][rank] < min_quota:
-                    home = expert // self._mains
+                    home = self._layout.home_rank(expert)
                     self._move(expert, rank, home, self.quota[expert][rank])
         return max(self.rank_loads) <= limit
+
+    def plan(self) -> BalancePlan:
+        """Return the plan, without the replicas that have no quota."""
+        slots = [
+            [expert if expert >= 0 and self.quota[expert][rank] > 0 else -1 for expert in row]
+            for rank, row in enumerate(self.held)
+        ]
+        shape = self._layout.ep_size, self._layout.slots
+        experts_in_slots = torch.tensor(slots, dtype=torch.int32).view(shape)
+        return BalancePlan(self._layout, torch.tensor(self.quota), experts_in_slots)
 
     def _paths(self, source: int) -> dict[int, tuple[int, int]]:
         """Ranks that assignments of `source` can get to, the nearest first: (from rank, expert).
@@ -232,7 +212,8 @@ class _Shares:
 
     def _computed(self, rank: int) -> list[int]:
         """Experts with assignments on a rank, the most first."""
-        mains = range(rank * self._mains, (rank + 1) * self._mains)
+        per_rank = self._layout.mains_per_rank
+        mains = range(rank * per_rank, (rank + 1) * per_rank)
         experts = [e for e in (*mains, *self.held[rank]) if e >= 0 and self.quota[e][rank] > 0]
         return sorted(experts, key=lambda e: (-self.quota[e][rank], e))
 
@@ -261,10 +242,11 @@ class _Shares:
     ) -> bool:
         """Add the replica that takes most off `source`; of equal hosts, on the tightest."""
         best = None
+        domain = domain_of(source, self._layout.nvlink_domain)
         for rank in paths:
             for expert in self._computed(rank):
-                for host, load in enumerate(self.rank_loads):
-                    room = limit - load
+                for host in domain:
+                    room = limit - self.rank_loads[host]
                     carried = min(self.rank_loads[source] - limit, room, self.quota[expert][rank])
                     if carried < min_quota or host in self._instances[expert]:
                         continue
