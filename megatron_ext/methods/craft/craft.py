@@ -69,19 +69,17 @@ def _level(quota: Tensor, replicas: Tensor, layout: ExpertLayout, level: int) ->
     a split can meet, or still the first, which is at least the mean rank load. Quotas are int64
     [E, R]; `replicas` are experts in slots, int32 [R, S].
     """
-    hosts: dict[int, list[int]] = {}
+    loads, counts = quota.sum(0).tolist(), quota.tolist()
+    shares: dict[int, dict[int, int]] = {}
     for rank, row in enumerate(replicas.tolist()):
         for expert in row:
             if expert >= 0:
-                hosts.setdefault(expert, [layout.home_rank(expert)]).append(rank)
-    loads = quota.sum(0).tolist()
-    shares = {
-        expert: dict(zip(on, quota[expert, on].tolist(), strict=True))
-        for expert, on in hosts.items()
-    }
+                home = layout.home_rank(expert)
+                of_expert = shares.setdefault(expert, {home: counts[expert][home]})
+                of_expert[rank] = counts[expert][rank]
     experts_of: list[list[int]] = [[] for _ in loads]
-    for expert, on in hosts.items():
-        for rank in on:
+    for expert, of_expert in shares.items():
+        for rank in of_expert:
             experts_of[rank].append(expert)
 
     while max(loads) > level:
