@@ -17,6 +17,7 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies import none
 from megatron_ext.balance.strategies.strategy import FromHistory, PlanSettings, Solves, Strategy
+from megatron_ext.transport.reach import domain_of
 
 
 def place(expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
@@ -51,9 +52,8 @@ def place_replicas(
     `capacities` [R] are the most replicas of each rank, by default all slots; `num_replicas` is the
     most in all, by default the sum of these.
     """
-    mains, ranks = layout.mains_per_rank, layout.nvlink_domain
     capacities = [layout.slots] * layout.ep_size if capacities is None else list(capacities)
-    room = torch.tensor(capacities).view(-1, ranks).sum(1)
+    room = torch.tensor(capacities).view(-1, layout.nvlink_domain).sum(1)
     instances = _replicate(
         expert_load.double(),
         room,
@@ -61,17 +61,8 @@ def place_replicas(
         most_replicas + 1,
     )
     experts_in_slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
-    for first_rank in range(0, layout.ep_size, ranks):
-        first_expert = first_rank * mains
-        here = slice(first_expert, first_expert + ranks * mains)
-        held_by = _pack(
-            expert_load[here].tolist(),
-            instances[here],
-            capacities[first_rank : first_rank + ranks],
-        )
-        for rank, held in enumerate(held_by):
-            row = [expert + first_expert for expert in held]
-            experts_in_slots[first_rank + rank, : len(row)] = torch.tensor(row, dtype=torch.int32)
+    for rank, row in enumerate(_pack(expert_load.tolist(), instances, capacities, layout)):
+        experts_in_slots[rank, : len(row)] = torch.tensor(row, dtype=torch.int32)
     return experts_in_slots
 
 
@@ -160,21 +151,21 @@ def _replicate(load: Tensor, room: Tensor, num_replicas: int, most_instances: in
     return [int(count) for count in instances]
 
 
-def _pack(loads: list[int], instances: list[int], capacities: Sequence[int]) -> list[list[int]]:
-    """Put replicas, the heaviest first, on the least loaded rank that can take them."""
-    ranks = len(capacities)
-    mains = len(loads) // ranks
+def _pack(
+    loads: list[int], instances: list[int], capacities: list[int], layout: ExpertLayout
+) -> list[list[int]]:
+    """Put replicas, the heaviest first, on the domain's least loaded rank that can take them."""
+    mains = layout.mains_per_rank
     share = [load / count for load, count in zip(loads, instances, strict=True)]
-    rank_loads = [sum(share[rank * mains : (rank + 1) * mains]) for rank in range(ranks)]
-    held: list[list[int]] = [[] for _ in range(ranks)]
+    rank_loads = [sum(share[start : start + mains]) for start in range(0, len(share), mains)]
+    held: list[list[int]] = [[] for _ in rank_loads]
     for expert in sorted(range(len(loads)), key=lambda expert: -share[expert]):
+        home = layout.home_rank(expert)
         for _ in range(instances[expert] - 1):
             takers = [
                 rank
-                for rank in range(ranks)
-                if len(held[rank]) < capacities[rank]
-                and rank != expert // mains
-                and expert not in held[rank]
+                for rank in domain_of(home, layout.nvlink_domain)
+                if len(held[rank]) < capacities[rank] and rank != home and expert not in held[rank]
             ]
             if not takers:
                 break
