@@ -18,10 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads, imbalances
@@ -32,24 +34,16 @@ from megatron_ext.methods.craft import craft
 from megatron_ext.methods.eplb import eplb
 
 
-@dataclass(frozen=True, eq=False)
-class Estimate:
-    """Gain of each layer of a trace by replicas. Balancedness is mean / busiest rank load."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Crafted:
+    """A placement, and the gains by which `place` chose it. Balancedness is mean / busiest rank."""
 
-    by_layer: dict[int, Loads]
-    """The loads of each layer, L of them, by its number."""
     compared: np.ndarray
     """Numbers of replicas that were compared: int64 [C]."""
     baseline: np.ndarray
     """Mean balancedness of each layer without replicas: float64 [L]."""
     gains: np.ndarray
     """Mean balancedness gained by each number of replicas: float64 [L, C]."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Crafted(Estimate):
-    """A placement, and the estimate by which `place` chose the placement."""
-
     placement: Placement
     budget: int
     """Replicas of a rank, over all layers, that could be allocated."""
@@ -106,12 +100,22 @@ def place(
         )
     if budget is not None and budget < 0:
         raise ValueError(f"budget ({budget}) must be >= 0")
-    estimate = estimate_gains(loads, layout, settings, on_load)
-    by_layer = list(estimate.by_layer.values())
+    layers = np.array(loads.layers())
+    numbers = np.unique(layers).tolist()
+    by_layer = [loads.load[layers == number] for number in numbers]
+    replay = partial(_replay, layout=layout, settings=settings, on_load=on_load)
 
-    ranks = layout.ep_size
+    compared, ranks = replica_counts(layout), layout.ep_size
+    baseline = np.array([_balancedness(home_loads(one)) for one in by_layer])
+    # CRAFT, Algorithm 1. Here loads are split as strategy `craft` does in training, instead of
+    # evenly, and replicas go to the ranks with least load.
+    reached = [
+        [replay(one, _place_layer(one, layout, count)) for count in compared.tolist()]
+        for one in by_layer
+    ]
+    gains = np.array(reached) - baseline[:, None]
     most = layout.slots * len(by_layer)
-    best = allocate(estimate.gains, estimate.compared, most * ranks)
+    best = allocate(gains, compared, most * ranks)
     if budget is None:
         budget = knee(best.gain[::ranks])
     counts = best.counts(min(budget, most) * ranks)
@@ -122,16 +126,15 @@ def place(
             for i, (one, count) in enumerate(zip(by_layer, counts.tolist(), strict=True))
         ]
     )
-    expert_load = torch.stack([one.load.sum((0, 1)) for one in by_layer])
-    placement = Placement(tuple(estimate.by_layer), experts_in_slots, expert_load)
-    achieved = np.array(
-        [
-            _replay(one, placed, layout, settings, on_load)
-            for one, placed in zip(by_layer, experts_in_slots, strict=True)
-        ]
-    )
+    expert_load = torch.stack([one.sum((0, 1)) for one in by_layer])
     return Crafted(
-        **vars(estimate), placement=placement, budget=budget, counts=counts, achieved=achieved
+        compared=compared,
+        baseline=baseline,
+        gains=gains,
+        placement=Placement(tuple(numbers), experts_in_slots, expert_load),
+        budget=budget,
+        counts=counts,
+        achieved=np.array([*map(replay, by_layer, experts_in_slots)]),
     )
 
 
@@ -143,26 +146,6 @@ def replica_counts(layout: ExpertLayout) -> np.ndarray:
     """
     most = layout.ep_size * layout.slots
     return np.array(sorted({1 << power for power in range(most.bit_length())} | {most}))
-
-
-def estimate_gains(
-    loads: Loads, layout: ExpertLayout, settings: PlanSettings, on_load: Callable[[int], object]
-) -> Estimate:
-    """Replay each layer's loads with each number of replicas of `replica_counts`.
-
-    Source: CRAFT, Algorithm 1. Here loads are split as strategy `craft` does in training, instead
-    of evenly, and replicas go to the ranks with least load.
-    """
-    layers = np.array(loads.layers())
-    by_layer = {int(n): Loads(loads.load[layers == n]) for n in np.unique(layers)}
-    compared = replica_counts(layout)
-    baseline = np.array([_balancedness(home_loads(one.load)) for one in by_layer.values()])
-    gains = np.zeros((len(by_layer), len(compared)))
-    for i, of_layer in enumerate(by_layer.values()):
-        for j, count in enumerate(compared.tolist()):
-            placed = _place_layer(of_layer, layout, count)
-            gains[i, j] = _replay(of_layer, placed, layout, settings, on_load) - baseline[i]
-    return Estimate(by_layer, compared, baseline, gains)
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,11 +246,11 @@ def assign(counts: Sequence[int] | np.ndarray, ranks: int) -> np.ndarray:
 
 
 def _place_layer(
-    loads: Loads, layout: ExpertLayout, num_replicas: int, capacities: list[int] | None = None
-) -> torch.Tensor:
-    """Place so many replicas for all loads of a layer together: int32 [R, S]."""
+    loads: Tensor, layout: ExpertLayout, num_replicas: int, capacities: list[int] | None = None
+) -> Tensor:
+    """Place so many replicas for all loads of a layer, int64 [B, R, E], together: int32 [R, S]."""
     return eplb.place_replicas(
-        loads.load.sum((0, 1)),
+        loads.sum((0, 1)),
         layout,
         most_replicas=layout.nvlink_domain - 1,
         capacities=capacities,
@@ -276,20 +259,20 @@ def _place_layer(
 
 
 def _replay(
-    loads: Loads,
-    placed: torch.Tensor,
+    loads: Tensor,
+    placed: Tensor,
     layout: ExpertLayout,
     settings: PlanSettings,
     on_load: Callable[[int], object],
 ) -> float:
     """Return the mean balancedness of a layer's loads with these replicas."""
     after = []
-    for load in loads.load:
+    for load in loads:
         after.append(craft.share(load, placed, layout, settings).rank_loads())
         on_load(1)
     return _balancedness(torch.stack(after))
 
 
-def _balancedness(rank_loads: torch.Tensor) -> float:
+def _balancedness(rank_loads: Tensor) -> float:
     """Return the mean over loads, int64 [B, R], of mean / busiest: 1 is perfect."""
     return float((1.0 / imbalances(rank_loads)).mean())
