@@ -7,7 +7,7 @@ from typing import Any
 from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.balance.strategies.strategy import Planner
 from megatron_ext.config import BalanceConfig, ConfigError
-from megatron_ext.mcore.experts import EXPERT_KINDS, name_of, quantization_problem
+from megatron_ext.mcore.experts import kind_of, quantization_problem
 from megatron_ext.mcore.limits import validate_for_balancing
 from megatron_ext.mcore.spec import modules_of, with_balanced_layers
 
@@ -33,7 +33,7 @@ def check(config: Any, balance: BalanceConfig, spec: Any = None) -> None:
     if spec is not None:
         strategy = STRATEGIES.get(balance.strategy)
         if strategy is not None and isinstance(strategy.kind, Planner):  # Others have no replicas.
-            kinds = [each for each in modules_of(spec) if name_of(each) in EXPERT_KINDS]
+            kinds = filter(None, map(kind_of, modules_of(spec)))
             problems += filter(None, (quantization_problem(config, kind) for kind in kinds))
         try:
             with_balanced_layers(spec, balance)

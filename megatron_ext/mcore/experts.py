@@ -127,9 +127,14 @@ EXPERT_KINDS = {
 """Module and class of the `ExpertWeights`, by the class of the experts; imported when needed."""
 
 
-def name_of(module_class: type) -> str:
+def _name_of(module_class: type) -> str:
     """Return the name of a class as in `EXPERT_KINDS`."""
     return f"{module_class.__module__}.{module_class.__name__}"
+
+
+def kind_of(module_class: type) -> type | None:
+    """Return the class of `EXPERT_KINDS` that a module's class is, or is derived from, or None."""
+    return next((each for each in module_class.__mro__ if _name_of(each) in EXPERT_KINDS), None)
 
 
 def expert_weights(experts: nn.Module) -> ExpertWeights:
@@ -139,22 +144,22 @@ def expert_weights(experts: nn.Module) -> ExpertWeights:
         ValueError: Experts of this kind cannot be balanced.
     """
     let_all_microbatches_accumulate(experts)
-    for module_class in type(experts).__mro__:
-        if (kind := EXPERT_KINDS.get(name_of(module_class))) is not None:
-            if problem := quantization_problem(experts.config, module_class):
-                raise ValueError(problem)
-            if module_class is not TEGroupedMLP and any(map(is_sharded, experts.parameters())):
-                raise ValueError(
-                    f"expert_gtp_weight_remat_size must be 1 with {module_class.__name__}: of "
-                    "sharded experts, only TEGroupedMLP's have replicas (give --moe-grouped-gemm)"
-                )
-            made: ExpertWeights = pkgutil.resolve_name(kind)(experts)
-            return made
-    raise ValueError(
-        f"experts of type {type(experts).__name__} cannot be balanced; use TEGroupedMLP "
-        "(moe_grouped_gemm=True with Transformer Engine), SequentialMLP (moe_grouped_gemm=False) "
-        "or GroupedExperts (megatron_ext.grouped_mm_spec)"
-    )
+    kind = kind_of(type(experts))
+    if kind is None:
+        raise ValueError(
+            f"experts of type {type(experts).__name__} cannot be balanced; use TEGroupedMLP "
+            "(moe_grouped_gemm=True with Transformer Engine), SequentialMLP "
+            "(moe_grouped_gemm=False) or GroupedExperts (megatron_ext.grouped_mm_spec)"
+        )
+    if problem := quantization_problem(experts.config, kind):
+        raise ValueError(problem)
+    if kind is not TEGroupedMLP and any(map(is_sharded, experts.parameters())):
+        raise ValueError(
+            f"expert_gtp_weight_remat_size must be 1 with {kind.__name__}: of sharded experts, "
+            "only TEGroupedMLP's have replicas (give --moe-grouped-gemm)"
+        )
+    made: ExpertWeights = pkgutil.resolve_name(EXPERT_KINDS[_name_of(kind)])(experts)
+    return made
 
 
 def let_all_microbatches_accumulate(experts: nn.Module) -> None:

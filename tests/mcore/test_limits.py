@@ -23,8 +23,10 @@ enable_cpu_platform()
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.moe.experts import SequentialMLP  # noqa: E402
 
 from megatron_ext.mcore import limits  # noqa: E402
+from megatron_ext.mcore import spec as spec_of  # noqa: E402
 from megatron_ext.mcore.capacity import RankCapacity  # noqa: E402
 from megatron_ext.mcore.check import check  # noqa: E402
 from megatron_ext.mcore.even_layer import EvenMoELayer  # noqa: E402
@@ -282,6 +284,10 @@ def test_the_class_of_the_experts_is_checked_where_a_spec_is_given() -> None:
     config.fp8 = "e4m3"  # Experts of layers without replicas may quantize as they like.
     for without_plans in ("none", "ideal"):
         check(config, BalanceConfig(strategy=without_plans), spec)
+    own = spec_of._replace_module(spec, SequentialMLP, type("Own", (SequentialMLP,), {}))
+    for each in (spec, own):
+        with pytest.raises(ConfigError, match=r"fp8=e4m3 must not be set with SequentialMLP: "):
+            check(config, balance, each)
     config.fp8 = None
     dense = get_gpt_layer_local_spec()
     with pytest.raises(ConfigError, match=r"spec has no MoE layer .*\bTransformerLayer\b"):
