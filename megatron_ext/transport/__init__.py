@@ -107,7 +107,7 @@ def agree_on_transport(
     tensor parallelism these are several EP groups.
 
     Raises:
-        ValueError: No such transport, or not for this device.
+        ValueError: It is not for this device.
         RuntimeError: Ranks do not reach each other, and transport `name` needs that.
     """
     planning_group = planning_group or ep_group
@@ -152,7 +152,7 @@ def choose_transport(
     transport the reason why rank a does not reach rank b, or "": [R][R].
 
     Raises:
-        ValueError: No such transport, or not for this device.
+        ValueError: It is not for this device.
         RuntimeError: Ranks do not reach each other, and transport `name` needs that.
     """
     wanted = domain_ranks or num_ranks
@@ -227,7 +227,7 @@ def resolve_transport(name: str, *, device_type: str = "cpu", mapped: bool = Tru
     'collective'
 
     Raises:
-        ValueError: No such transport, or not for this device.
+        ValueError: It is not for this device.
     """
     if name == "auto":
         # A transport that needs one type of device is for ranks that reach each other's memory.

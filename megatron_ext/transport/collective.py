@@ -94,7 +94,7 @@ class CollectiveTransport(Transport):
                     ]
                     message = _message_for(slot)
                     ops.append(self._op(dist.irecv, message, transfer.home_rank))
-                    arrivals.append(partial(_fill, slot, message, slot))
+                    arrivals.append(partial(_fill, slot, message))
             return _Batch(ops, arrivals)
 
         return _Push(transfers, post)
@@ -169,9 +169,9 @@ def _unpack(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _fill(targets: list[Tensor], message: Tensor, like: list[Tensor]) -> None:
-    for target, piece in zip(targets, _unpack(message, like), strict=True):
-        target.copy_(piece)
+def _fill(slot: list[Tensor], message: Tensor) -> None:
+    for segment, piece in zip(slot, _unpack(message, slot), strict=True):
+        segment.copy_(piece)
 
 
 def make(
