@@ -61,25 +61,24 @@ def _place_domain(
     mains, slots = layout.mains_per_rank, layout.slots
     experts = range(ranks.start * mains, ranks.stop * mains)
     total = [sum(row[expert] for row in counts) for expert in range(layout.num_experts)]
+    most_asked = math.floor(slots * settings.section(LibraSettings).locality_share)
     held: dict[int, list[int]] = {rank: [] for rank in ranks}
-    for rank in ranks:
-        asked = [e for e in experts if e // mains != rank and counts[rank][e] > 0]
-        asked.sort(key=lambda e, row=counts[rank]: -row[e])  # type: ignore[misc]
-        held[rank] = asked[: math.floor(slots * settings.section(LibraSettings).locality_share)]
-
     # A rank with an instance computes what its own tokens ask of it; the home rank does the rest.
     for_others = {e: total[e] - counts[e // mains][e] for e in experts}
     loads = {r: sum(total[r * mains : (r + 1) * mains]) for r in ranks}
 
-    def localize(expert: int, rank: int) -> None:
+    def hold(expert: int, rank: int) -> None:
+        held[rank].append(expert)
         own = counts[rank][expert]
         for_others[expert] -= own
         loads[expert // mains] -= own
         loads[rank] += own
 
     for rank in ranks:
-        for expert in held[rank]:
-            localize(expert, rank)
+        asked = [e for e in experts if e // mains != rank and counts[rank][e] > 0]
+        asked.sort(key=counts[rank].__getitem__, reverse=True)
+        for expert in asked[:most_asked]:
+            hold(expert, rank)
     sum_of_loads = sum(loads.values())
     while True:
         source = max(ranks, key=loads.__getitem__)
@@ -92,8 +91,7 @@ def _place_domain(
         host = min(hosts, key=loads.__getitem__)
         if (loads[host] + counts[host][expert]) * len(ranks) > sum_of_loads:
             break
-        held[host].append(expert)
-        localize(expert, host)
+        hold(expert, host)
     return list(held.values())
 
 
