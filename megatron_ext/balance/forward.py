@@ -619,7 +619,7 @@ class VirtualLayers:
         """Forwards whose backward is still to come."""
         return self._num_made - len(self._free)
 
-    def lend(self, forward: Forward) -> VirtualLayer:
+    def lend(self, forward: Forward) -> None:
         """Give a forward a virtual layer, until its reduction starts or its graph is dropped.
 
         Raises:
@@ -649,7 +649,6 @@ class VirtualLayers:
         forward.before, buffers.last_planned = buffers.last_planned, weakref.ref(forward)
         self._num_lent += 1
         self._borrowers.add(forward)
-        return virtual_layer
 
     def _end_dropped(self) -> None:
         """Let graphs that the program has dropped give back their virtual layers.
