@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from threading import Timer
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,17 +42,9 @@ from megatron_ext.transport.reach import gather
 logger = logging.getLogger(__name__)
 
 
-class _Count(NamedTuple):
-    """Failures of all ranks, until the host has looked."""
-
-    number: HostCopy
-    """Of the failures, int32 [1]."""
-    groups: list[ProcessGroup]
-    """Groups that together connect all ranks of the model, one after the other."""
-
-
-_counts: list[_Count] = []
-"""Counts that the host has not looked at: one for each chunk of each model in a step."""
+_counts: list[tuple[HostCopy, list[ProcessGroup]]] = []
+"""What the host has not looked at, for each chunk of each model in a step: the number of failures
+of all ranks, int32 [1], and groups that one after the other connect all ranks of the model."""
 
 _late: list[Timer] = []
 """Warns if the first count of this process does not end."""
@@ -91,7 +83,7 @@ def look() -> None:
     counts = _counts[:]
     _counts.clear()
     # Each model by itself, because some of its ranks may be in no other model.
-    failed = [count.groups for count in counts if int(count.number.wait())]
+    failed = [groups for number, groups in counts if int(number.wait())]
     for timer in _late:
         timer.cancel()
     if failed:
@@ -112,7 +104,7 @@ def start_count(ddp: Any) -> None:
         dist.all_reduce(number, group=group)
     on_host = HostCopy((1,), number.dtype, device)
     on_host.start(number)
-    _counts.append(_Count(on_host, groups))
+    _counts.append((on_host, groups))
 
 
 def _in_use() -> list[Transport | Agreement]:

@@ -243,7 +243,9 @@ def replace_parts(
         if isinstance(part, functools.partial):
             keywords = {name: walk(value) for name, value in part.keywords.items()}
             return functools.partial(part.func, *(walk(item) for item in part.args), **keywords)
-        if isinstance(part, ModuleSpec) or _is_submodules(part):
+        # A layer's parts are in one of Megatron's dataclasses `...Submodules`.
+        holds = dataclasses.is_dataclass(part) and type(part).__name__.endswith("Submodules")
+        if holds or isinstance(part, ModuleSpec):
             clone = copy.copy(part)
             for field in dataclasses.fields(part):
                 setattr(clone, field.name, walk(getattr(part, field.name)))
@@ -255,8 +257,3 @@ def replace_parts(
         has = ", ".join(sorted(_module_names(spec))) or f"no modules: {spec!r:.60}"
         raise ValueError(f"the spec has no {what} in it; it has {has}")
     return changed
-
-
-def _is_submodules(part: Any) -> bool:
-    """Whether this is one of Megatron's dataclasses `...Submodules`, which hold a layer's parts."""
-    return dataclasses.is_dataclass(part) and type(part).__name__.endswith("Submodules")
