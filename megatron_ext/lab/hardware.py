@@ -117,7 +117,7 @@ def _hardware(content: dict[str, Any], path: Path) -> Hardware:
     if not isinstance(given, dict):
         raise ValueError(f"{path} has no section 'constants'")
     known = constants()
-    if unknown := sorted(set(given) - set(known)):
+    if unknown := sorted(set(given) - set(known), key=str):
         raise ValueError(f"{path}: unknown constant {unknown[0]!r}; known: {', '.join(known)}")
     values, sources = {}, {}
     for name in known:
