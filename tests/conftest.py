@@ -14,6 +14,9 @@ from hypothesis import settings
 
 from tests.compatibility import Notes, note_options
 
+_UNTIL = float(os.environ.pop("MEGATRON_EXT_TESTS_UNTIL", "inf"))
+"""Seconds since 1970. Tests of what tests do have all the time they need."""
+
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
@@ -28,8 +31,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests that this machine cannot run, unless it is said to have as many GPUs."""
+    """Put last what may be; skip `gpu` tests that this machine cannot run, unless it is said to
+    have as many GPUs.
+    """
     note_options(items)
+    if last := tuple(os.environ.get("MEGATRON_EXT_TESTS_LAST", "").split()):
+        items.sort(key=lambda item: item.nodeid.startswith(last))
     said = int(os.environ.get("MEGATRON_EXT_REQUIRE_GPU", "0"))
     # Not `device_count()` alone: the CPU platform, which tests install, answers 1 to that.
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -43,8 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Skip what is left once the time is over (MEGATRON_EXT_TESTS_UNTIL, in seconds since 1970)."""
-    if time.time() > float(os.environ.get("MEGATRON_EXT_TESTS_UNTIL", "inf")):
+    """Skip what is left once the time is over."""
+    if time.time() > _UNTIL:
         pytest.skip("the time for the tests was over: not run")
 
 
