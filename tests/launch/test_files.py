@@ -64,8 +64,8 @@ def test_shellcheck_finds_nothing() -> None:
 def test_the_tests_shared_between_versions_are_there() -> None:
     lists = (ROOT / ".ci/run").read_text().partition("\nrun() {")[0].partition("both=")
     shown = (
-        f'{lists[1]}{lists[2]}\nprintf "%s\\n" "${{both[@]}}" "${{newer[@]}}" "${{waiting[@]}}"'
-        ' "${once[@]#--*=}"'
+        f'{lists[1]}{lists[2]}\nprintf "%s\\n" "${{both[@]}}" "${{newer[@]}}"'
+        ' "${newer_te[@]}" "${waiting[@]}" "${once[@]#--*=}"'
     )
     done = subprocess.run(["bash", "-uc", shown], capture_output=True, text=True, check=True)
     files = [name.partition("::") for name in done.stdout.split()]
