@@ -186,16 +186,19 @@ def read_object(stream: BinaryIO) -> Any:
     import torch
 
     _check_sizes(stream)
-    for of_megatron in (False, True):  # What Megatron names takes seconds to import.
+    try:
+        return torch.load(stream, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
         stream.seek(0)
-        with torch.serialization.safe_globals(_of_megatron() if of_megatron else []):
-            try:
-                return torch.load(stream, map_location="cpu", weights_only=True)
-            except pickle.UnpicklingError:
-                continue
-            except Exception as error:
-                raise ValueError(f"is cut off or damaged ({one_line(error)})") from error
-    raise ForeignClassError(_foreign_classes(stream))
+    except Exception as error:
+        raise ValueError(f"is cut off or damaged ({one_line(error)})") from error
+    with torch.serialization.safe_globals(_of_megatron()):
+        try:
+            return torch.load(stream, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            raise ForeignClassError(_foreign_classes(stream)) from None
+        except Exception as error:
+            raise ValueError(f"is cut off or damaged ({one_line(error)})") from error
 
 
 def _check_sizes(stream: BinaryIO) -> None:
@@ -219,6 +222,7 @@ def _check_sizes(stream: BinaryIO) -> None:
 
 def _of_megatron() -> list[Any]:
     """Return what Megatron's own checkpoints name beside tensors, by Megatron's own list."""
+    # Imported for checkpoints that need it: it takes seconds.
     from megatron.core.safe_globals import SAFE_GLOBALS
 
     older = [
