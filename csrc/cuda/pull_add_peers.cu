@@ -65,6 +65,7 @@ struct Shared {
     uint64_t done[kUnits];
     uint32_t begun;  // blocks before this one
 };
+static_assert(sizeof(Shared) == 106880, "megatron_ext/transport/gpus.py says how much a pull takes");
 extern __shared__ float4 dynamic_memory[];
 
 // How numbers are stored.

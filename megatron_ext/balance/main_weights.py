@@ -133,10 +133,14 @@ class SeparateMains:
 
     def totals(self, dtype: torch.dtype, takes_sums: TakesSums) -> list[Tensor]:
         """Return what the gradients of main m's replicas are added to, [*shape]; see `Totals`."""
-        return [
-            torch.zeros(main.shape, dtype=dtype, device=main.device) if total is None else total
-            for main, total in zip(self.mains, map(takes_sums, self.mains), strict=True)
-        ]
+        totals: list[Any] = [takes_sums(main) for main in self.mains]
+        # Transport `cuda` adds in one dtype. Sums for a frozen main are dropped, so they follow.
+        frozen = next((total.dtype for total in totals if total is not None), dtype)
+        for m, main in enumerate(self.mains):
+            if totals[m] is None:
+                kind = dtype if main.requires_grad else frozen
+                totals[m] = torch.zeros(main.shape, dtype=kind, device=main.device)
+        return totals
 
     def hand_over(self, totals: list[Tensor], takes_sums: TakesSums) -> list[Tensor | None]:
         """Return the totals that autograd adds, by parameter; see `MainWeights.hand_over`.

@@ -77,6 +77,10 @@ def require_balance_config(balance: Any) -> None:
         raise TypeError(f"balance ({balance!r}) must be a BalanceConfig, as BalanceConfig(slots=2)")
 
 
+_PADS_UNEVEN = "moe_hybridep_pad_uneven_dispatch_inputs", "moe_hybridep_pad_variable_tokens"
+"""One option: its name in releases of Megatron-Core, and in its development branch."""
+
+
 def _capacity_problems(config: Any, balance: BalanceConfig) -> list[str]:
     """Check what is known before training; the first forward knows how many tokens there are."""
     factor = getattr(config, "moe_expert_rank_capacity_factor", None)
@@ -84,13 +88,12 @@ def _capacity_problems(config: Any, balance: BalanceConfig) -> list[str]:
         return []
     from megatron_ext.mcore.capacity import FIELD, promised_tolerance, too_small
 
-    problems = []
-    uneven = "moe_hybridep_pad_uneven_dispatch_inputs"
-    if getattr(config, uneven, False):
-        problems.append(
-            f"{uneven} (True) must be False with {FIELD} ({factor}): how many tokens a rank has "
-            f"room for is known only after the plan (leave out --{uneven.replace('_', '-')})"
-        )
+    problems = [
+        f"{uneven} (True) must be False with {FIELD} ({factor}): how many tokens a rank has "
+        f"room for is known only after the plan (leave out --{uneven.replace('_', '-')})"
+        for uneven in _PADS_UNEVEN
+        if getattr(config, uneven, False)
+    ]
     try:
         tolerance = promised_tolerance(balance)
     except (ValueError, ModuleNotFoundError):  # `_strategy_problems` says it.
@@ -341,6 +344,13 @@ MUST_BE = (
         "GroupedMLP cannot compute replicas, and TEGroupedMLP can",
     ),
     Demand("moe_single_grouped_bias", (False,), "each expert needs its own bias to have replicas"),
+    # Of Megatron-Core's development branch.
+    Demand(
+        "moe_megakernel_backend",
+        (False,),
+        "its one kernel for dispatch, experts and combine knows no slots",
+    ),
+    Demand("moe_virtual_expert_load_balance", (False,), "it balances the same layers itself"),
     Demand(
         "expert_gtp_weight_remat_size",
         (1,),

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.spec import balance_spec
-from megatron_ext.mcore.transformer_layers import PassingTransformerLayer
+from megatron_ext.mcore.transformer_layers import JoiningTransformerLayer, PassingTransformerLayer
 
 
 # With slots: Bridge sets the attributes of all that has a `__dict__` in a provider.
@@ -37,8 +37,10 @@ class ProviderSpec:
         spec = balance_spec(spec_function(*first, **stage), self.balance)
         # Megatron makes the spec of multi-token prediction from a `TransformerLayer` only. With
         # that class, backward waits for the reduction inside the MoE layer.
-        module = getattr(spec, "module", None)  # A class, or a pair of names that Megatron imports.
-        is_ours = isinstance(module, type) and issubclass(module, PassingTransformerLayer)
+        is_ours = getattr(spec, "module", None) in (
+            JoiningTransformerLayer,
+            PassingTransformerLayer,
+        )
         if is_ours and config.mtp_num_layers:
             spec = dataclasses.replace(spec, module=TransformerLayer)
         return spec

@@ -21,6 +21,9 @@ class SharedExpertsLater(ObservedMoELayer):
     A subclass has a `layout`, and in its forwards a `balancer`.
     """
 
+    has_own_end = False
+    """Whether a program's class has its own `postprocess`, which knows nothing of late ones."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Of a forward under way whose shared experts come later: their input, then their output.
@@ -38,7 +41,8 @@ class SharedExpertsLater(ObservedMoELayer):
         )
         is_overlapped = self.config.overlap_moe_expert_parallel_comm
         has_shared = self.use_shared_expert and not self.shared_expert_overlap
-        return has_shared and self.layout.slots > 0 and not is_overlapped and not is_in_parts
+        is_kept = is_overlapped or is_in_parts or self.has_own_end
+        return has_shared and self.layout.slots > 0 and not is_kept
 
     def beside_shared(self) -> AbstractContextManager[None]:
         """Run beside the shared experts, if they come later."""

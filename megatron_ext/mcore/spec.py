@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megatron.core import parallel_state
@@ -33,9 +34,10 @@ from megatron_ext.mcore.transformer_layers import JoiningTransformerLayer, Passi
 def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
     """Return `spec` with its MoE layers balanced.
 
-    Megatron's transformer layers around them become `JoiningTransformerLayer`s. A transformer layer
-    of another class stays as it is; backward then waits for the reduction inside the MoE layer, and
-    Megatron-Core 0.16 warns of an "Unknown MLP type".
+    Megatron's transformer layers around them become `JoiningTransformerLayer`s. Classes that a
+    program derives from Megatron's layers get ours as another base. Around MoE layers of a
+    transformer layer that does without Megatron's `forward`, backward waits for the reduction
+    inside the MoE layer.
 
     The first call also changes the whole process, as `process_hooks.py` lists. From then on the
     ranks of a model sum their failed waits for replicas. So all ranks of every model of this
@@ -52,7 +54,7 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
     Raises:
         TypeError: `balance` is no `BalanceConfig`.
         ValueError: The strategy is unknown; `spec` has no MoE layer, is balanced already or has
-            experts that cannot be balanced; or the file `balance.placement` is not valid.
+            layers or experts that cannot be balanced; or the file `balance.placement` is not valid.
         FileNotFoundError: There is no such file of placed replicas.
     """
     balanced = with_balanced_layers(spec, balance)
@@ -70,22 +72,61 @@ def with_balanced_layers(spec: Any, balance: BalanceConfig) -> Any:
     _check_parts(spec)
     layer_class = balanced_layer_class(balance)
     params = {"balance": balance, **layer_class.shared_by_layers(balance)}
-    spec = _replace_module(spec, MoELayer, layer_class, params, _required(spec, "MoE layer"))
+
+    def balanced(part: Any) -> Any:
+        return _with_module(part, _beneath(_module_of(part), layer_class), params)
+
+    spec = replace_parts(spec, _makes_moe_layer, balanced, _required(spec, "MoE layer"))
     joins = issubclass(layer_class, BalancedMoELayer)
     return _around(layer_class, JoiningTransformerLayer if joins else PassingTransformerLayer, spec)
 
 
 def _around(layer_class: type, transformer_layer: type[PassingTransformerLayer], spec: Any) -> Any:
-    """Return `spec` with another class of Megatron's transformer layers around such MoE layers."""
+    """Return `spec` with that class between Megatron's transformer layers and derived ones.
+
+    So a derived class calls our functions where it calls Megatron's. Only around such MoE layers.
+    """
     if transformer_layer is PassingTransformerLayer and not PassingTransformerLayer.is_needed:
         return spec
-    return replace_parts(
-        spec,
-        lambda part: (
-            _module_of(part) is TransformerLayer and _module_of(part.submodules.mlp) is layer_class
-        ),
-        lambda layer: dataclasses.replace(layer, module=transformer_layer),
-    )
+
+    def is_around(part: Any) -> bool:
+        if not isinstance(part, ModuleSpec) or not isinstance(part.module, type):
+            return False
+        mlp = _module_of(getattr(part.submodules, "mlp", None))
+        is_of_class = isinstance(mlp, type) and issubclass(mlp, layer_class)
+        return issubclass(part.module, TransformerLayer) and is_of_class
+
+    def between(layer: Any) -> Any:
+        own = [] if layer.module is TransformerLayer else [layer.module]
+        return dataclasses.replace(layer, module=_combined(*own, transformer_layer))
+
+    return replace_parts(spec, is_around, between)
+
+
+_STAGES = ("preprocess", "dispatch", "shared_experts_compute", "routed_experts_compute", "combine")
+
+
+def _makes_moe_layer(part: Any) -> bool:
+    module = _module_of(part)
+    return isinstance(module, type) and issubclass(module, MoELayer)
+
+
+def _beneath(own: type[MoELayer], layer_class: type) -> type:
+    """Return `layer_class` as a base of a program's own class of MoE layers.
+
+    Raises:
+        ValueError: The own class has one of the stages that `layer_class` replaces.
+    """
+    if own is MoELayer:
+        return layer_class
+    if replaced := [name for name in _STAGES if getattr(own, name) is not getattr(MoELayer, name)]:
+        raise ValueError(
+            f"MoE layers of class {own.__name__} cannot be balanced, for it has a "
+            f"{' and a '.join(replaced)} of its own: leave these stages to Megatron's MoELayer"
+        )
+    combined: Any = _combined(own, layer_class)
+    combined.has_own_end = own.postprocess is not MoELayer.postprocess
+    return combined  # type: ignore[no-any-return]
 
 
 def _check_parts(spec: Any) -> None:
@@ -117,12 +158,14 @@ def balanced_layer_class(balance: BalanceConfig) -> type[ObservedMoELayer]:
 
         return EvenMoELayer
     added = [*of_methods("LAYERS", balance).values()]
-    return _combined(*added) if len(added) > 1 else [BalancedMoELayer, *added][-1]
+    return _combined(*(added or [BalancedMoELayer]))
 
 
 @functools.cache
-def _combined(*classes: type[BalancedMoELayer]) -> type[BalancedMoELayer]:
-    """Return a class with all of these bases, which override different points of the layer."""
+def _combined(*classes: Any) -> Any:
+    """Return a class with all of these bases, or the one that there is."""
+    if len(classes) == 1:
+        return classes[0]
     return type("And".join(each.__name__ for each in classes), classes, {})
 
 
@@ -152,7 +195,7 @@ def grouped_mm_spec(spec: Any) -> Any:
             "has the SequentialMLP that GroupedExperts replace"
         )
     what = _required(spec, "SequentialMLP")
-    return _replace_module(spec, SequentialMLP, GroupedExperts, what=what)
+    return _replace_module(spec, SequentialMLP, GroupedExperts, what)
 
 
 def _required(spec: Any, what: str) -> str | None:
@@ -165,21 +208,18 @@ def _required(spec: Any, what: str) -> str | None:
     return None if is_a_stage else what
 
 
-def _replace_module(
-    spec: Any, old: type, new: type, params: dict[str, Any] | None = None, what: str | None = None
-) -> Any:
-    """Return `spec` with modules of another class, which get further arguments.
+def _replace_module(spec: Any, old: type, new: type, what: str | None = None) -> Any:
+    """Return `spec` with modules of another class. `what` and errors as for `replace_parts`."""
+    return replace_parts(
+        spec, lambda part: _module_of(part) is old, lambda part: _with_module(part, new), what
+    )
 
-    Args and errors else as for `replace_parts`.
-    """
 
-    def replaced(part: Any) -> Any:
-        if isinstance(part, ModuleSpec):
-            further = {**(part.params or {}), **(params or {})}
-            return dataclasses.replace(part, module=new, params=further)
-        return functools.partial(new, *part.args, **part.keywords, **(params or {}))
-
-    return replace_parts(spec, lambda part: _module_of(part) is old, replaced, what)
+def _with_module(part: Any, module: type, params: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Return a part that makes another module, which gets further arguments."""
+    if isinstance(part, ModuleSpec):
+        return dataclasses.replace(part, module=module, params={**(part.params or {}), **params})
+    return functools.partial(module, *part.args, **part.keywords, **params)
 
 
 def _module_of(part: Any) -> Any:
@@ -191,7 +231,8 @@ def _module_of(part: Any) -> Any:
 
 def has_moe_layers(spec: Any) -> bool:
     """Whether an object, a spec or not, holds MoE layers that are not balanced yet."""
-    return MoELayer in modules_of(spec)
+    layers = [each for each in modules_of(spec) if issubclass(each, MoELayer)]
+    return any(not issubclass(each, ObservedMoELayer) for each in layers)
 
 
 def modules_of(spec: Any) -> set[type]:

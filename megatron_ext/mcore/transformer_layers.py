@@ -47,16 +47,19 @@ class JoiningTransformerLayer(PassingTransformerLayer):
     So the reduction runs beside the backward of router and attention.
     """
 
+    _is_behind_join = False
+
     def __init__(
         self, config: Any, submodules: Any, layer_number: int = 1, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         # Layers of multi-token prediction are numbered behind the model's; their input is not the
-        # output of the layer before.
-        if isinstance(self.mlp, BalancedMoELayer) and self.mlp.layer_number <= config.num_layers:
+        # output of the layer before. In hybrid models, the argument has the chunk's offset already.
+        is_balanced = isinstance(self.mlp, BalancedMoELayer)
+        counts_in_chunk = kwargs.get("add_layer_offset", True)
+        if is_balanced and counts_in_chunk and self.mlp.layer_number <= config.num_layers:
             # The argument counts from the chunk's first layer, the attribute from the model's.
             self.mlp.set_chunk(self.layer_number - layer_number)
-        self._is_behind_join = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run Megatron's forward behind the point where backward will wait for the reduction."""
@@ -64,7 +67,8 @@ class JoiningTransformerLayer(PassingTransformerLayer):
 
     def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:
         """Run a layer's attention, with which Megatron's combined schedule begins, likewise."""
-        if self._is_behind_join or is_graph_capturing():
+        is_begin = self.config.overlap_moe_expert_parallel_comm and not self._is_behind_join
+        if not is_begin or is_graph_capturing():
             return super()._forward_attention(*args, **kwargs)
         return self._joined(super()._forward_attention, args, kwargs)
 
@@ -77,7 +81,9 @@ class JoiningTransformerLayer(PassingTransformerLayer):
 
     def _joined(self, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the layer behind the point where backward will wait."""
-        if not isinstance(self.mlp, BalancedMoELayer):
+        # A hybrid model's layer with graphs of parts recomputes the experts together with the rest.
+        recomputes_itself = getattr(self, "moe_layer_recompute", False)
+        if not isinstance(self.mlp, BalancedMoELayer) or recomputes_itself:
             return run(*args, **kwargs)
         self._is_behind_join = True
         try:

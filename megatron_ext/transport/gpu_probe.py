@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.ops import has_cuda_part
 from megatron_ext.transport.gpu_driver import Driver, DriverError, SharedPage, num_links
+from megatron_ext.transport.gpus import PULL_BYTES
 from megatron_ext.transport.reach import gather
 from megatron_ext.transport.shared_heap import machine_of_this_process
 
@@ -51,11 +52,17 @@ def gpu_obstacles(
     Each rank has a GPU, which `device` names with or without a number.
     """
     number = device.index if device.index is not None else torch.cuda.current_device()
+    gpu = torch.cuda.get_device_properties(number)
     token = secrets.token_bytes(_TOKEN_BYTES)
     page, problem = None, ""
     try:
         if not has_cuda_part():
             raise RuntimeError("the library has no CUDA part")
+        if gpu.shared_memory_per_block_optin < PULL_BYTES:
+            raise RuntimeError(
+                f"a block on {gpu.name} has {gpu.shared_memory_per_block_optin} bytes of shared "
+                f"memory, and the kernel that adds gradients takes {PULL_BYTES}"
+            )
         driver = driver or Driver()
         page = driver.share(number, token)
     except (RuntimeError, OSError) as error:
@@ -64,7 +71,7 @@ def gpu_obstacles(
         mailbox.bind(f"\0megatron_ext.{os.getpid()}.{secrets.token_hex(8)}")
         mine = _Offer(
             (machine_of_this_process(), os.readlink("/proc/self/ns/net")),
-            str(torch.cuda.get_device_properties(number).uuid),
+            str(gpu.uuid),
             token,
             problem=problem,
         )

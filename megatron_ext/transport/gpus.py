@@ -31,6 +31,10 @@ BUDGETS = {9: Budget(32, 0.25), 10: Budget(64, 0.4)}
 """Budgets by the major number of the compute capability: Hopper, then Blackwell. A later GPU has
 the last of these budgets."""
 
+PULL_BYTES = 106880
+"""Shared memory of a block of a pull (`csrc/cuda/pull_add_peers.cu`). GPUs for workstations, as those
+of compute capability 12, have less."""
+
 OLDEST = min(BUDGETS)
 """The first major number whose GPUs have bulk copies between global and shared memory."""
 

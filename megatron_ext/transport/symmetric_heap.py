@@ -148,14 +148,30 @@ def domain_group(ep_group: ProcessGroup, peers: range, device: torch.device) -> 
     group = ep_group
     if len(peers) < dist.get_world_size(ep_group):
         all_ranks = dist.get_process_group_ranks(ep_group)
-        group = dist.new_group(
-            [all_ranks[rank] for rank in peers],
-            timeout=timedelta(seconds=group_timeout_s(ep_group, device)),
-            backend=dist.get_backend(ep_group),
-            use_local_synchronization=True,  # other domains, and other EP groups, are not asked
-        )
+        with _by_itself():
+            group = dist.new_group(
+                [all_ranks[rank] for rank in peers],
+                timeout=timedelta(seconds=group_timeout_s(ep_group, device)),
+                backend=dist.get_backend(ep_group),
+                use_local_synchronization=True,  # other domains, and other EP groups, are not asked
+            )
     dist.barrier(group)  # the NCCL backend needs the communicator, which a collective makes
     return group
+
+
+@contextmanager
+def _by_itself() -> Iterator[None]:
+    """Let torch make a group without the communicator of all ranks.
+
+    Where `init_process_group` was given a device, torch splits that communicator. All ranks of the
+    world would have to take part, and those of other pipeline stages wait for this one's.
+    """
+    world: Any = dist.group.WORLD
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 @contextmanager

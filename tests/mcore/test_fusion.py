@@ -104,6 +104,21 @@ def test_main_grads_take_the_sums_over_replicas_themselves(stacked: bool) -> Non
     assert torch.equal(found[0] if stacked else torch.stack(found), expected)
 
 
+def test_sums_for_a_frozen_main_have_the_dtype_of_the_others() -> None:
+    """Transport `cuda` has one for all of a segment, and refused float32 beside bfloat16."""
+    rows = [torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)) for _ in range(3)]
+    for row in rows:
+        row.main_grad = torch.zeros_like(row, requires_grad=False)
+    rows[0].requires_grad_(False)
+    weights = MainWeights((SeparateMains(rows),), fused=True)
+    (totals,) = weights.totals(
+        [torch.zeros(1, 4, dtype=torch.bfloat16)], in_place=lambda main: main is not rows[1]
+    )
+    frozen, by_autograd, by_product = totals
+    assert by_product is rows[2].main_grad
+    assert (frozen.dtype, by_autograd.dtype) == (torch.bfloat16, torch.float32)
+
+
 def test_gradients_of_two_dtypes_in_the_same_slots_are_refused() -> None:
     transport: Any = types.SimpleNamespace(
         allocate=lambda shape, dtype, device: torch.zeros(shape, dtype=dtype)

@@ -58,7 +58,7 @@ FINE = {
     *("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_num_sms"),
     *("moe_hybridep_num_blocks_permute", "moe_hybridep_num_blocks_unpermute"),
     *("moe_hybridep_num_sms_preprocessing", "moe_permute_fusion_into_hybridep"),
-    "moe_hybridep_pad_uneven_dispatch_inputs",
+    *limits._PADS_UNEVEN,
     *("moe_flex_dispatcher_backend", "moe_ncclep_static_shape", "moe_ncclep_zero_copy"),
     # What a rank has room for: `_capacity_problems`.
     "moe_expert_rank_capacity_factor",

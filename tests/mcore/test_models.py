@@ -166,6 +166,22 @@ class _OfItsOwnSize:
         super().__init__(config, *args, layer_number=layer_number, **kwargs)
 
 
+def _own_moe_layer() -> type:
+    """A program's own class, in the way of Gemma 4's: it scales, and then adds shared experts."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    class ScaledMoELayer(MoELayer):
+        def __init__(self, config: Any, submodules: Any = None, **kwargs: Any) -> None:
+            super().__init__(config=config, submodules=submodules, **kwargs)
+            self.scale = nn.Parameter(torch.full((1,), 0.5))
+
+        def postprocess(self, output: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+            assert shared is not None
+            return self.token_dispatcher.combine_postprocess(output) * self.scale + shared
+
+    return ScaledMoELayer
+
+
 class _Mixer(nn.Module):
     """In place of Megatron's, which needs `mamba_ssm`: each token has the mean of those before."""
 
@@ -178,8 +194,11 @@ class _Mixer(nn.Module):
         return (hidden.cumsum(0) / lengths) @ self.weight, None
 
 
-def _hybrid_spec() -> tuple[Any, dict[str, Any]]:
-    """Mamba, MoE, attention, MoE as hybrid models stack them, and the stack's arguments."""
+def _hybrid_spec(*, is_own: bool = False) -> tuple[Any, dict[str, Any]]:
+    """Mamba, MoE, attention, MoE as hybrid models stack them, and the stack's arguments.
+
+    The MoE layers are Megatron's, or of a program's own classes and of different sizes.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -188,6 +207,8 @@ def _hybrid_spec() -> tuple[Any, dict[str, Any]]:
         TransformerLayer,
         TransformerLayerSubmodules,
     )
+
+    from megatron_ext.mcore.spec import _with_module
 
     try:
         from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -205,31 +226,43 @@ def _hybrid_spec() -> tuple[Any, dict[str, Any]]:
         self_attention=layer.self_attention,
         self_attn_bda=layer.self_attn_bda,
     )
+    moe_class, mlp = MoETransformerLayer, layer.mlp
+    if is_own:
+        moe_class = type("MoELayerOfItsOwnSize", (_OfItsOwnSize, MoETransformerLayer), {})
+        mlp = _with_module(mlp, _own_moe_layer())
     moe = TransformerLayerSubmodules(
-        pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=layer.mlp, mlp_bda=layer.mlp_bda
+        pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=mlp, mlp_bda=layer.mlp_bda
     )
-    of_its_own_size = type("MoELayerOfItsOwnSize", (_OfItsOwnSize, MoETransformerLayer), {})
     mamba = MambaLayerSubmodules(
         norm=layer.input_layernorm, mixer=_Mixer, mamba_bda=layer.self_attn_bda
     )
     layers = submodules(
         mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
         attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-        moe_layer=ModuleSpec(module=of_its_own_size, submodules=moe),
+        moe_layer=ModuleSpec(module=moe_class, submodules=moe),
     )
     return ModuleSpec(module=stack, submodules=layers), pattern
 
 
-def _hybrid(rank: int) -> int:
+def _hybrid(rank: int, is_own: bool, recompute: str) -> tuple[int, list[bool]]:
+    """Return the replicas of a step, and whether each forward waits at its layer's input."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module
 
     from megatron_ext.mcore.moe_layer import BalancedMoELayer
     from megatron_ext.mcore.spec import balance_spec
 
-    config = build_gpt(ep=2, num_layers=4, dtype=torch.float64).config
-    spec, pattern = _hybrid_spec()
-    found, reports = [], []
+    shared = dict(moe_shared_expert_intermediate_size=8 if is_own else None)
+    gpt = build_gpt(ep=2, num_layers=4, dtype=torch.float64, recompute=recompute, **shared)
+    config = gpt.config
+    spec, pattern = _hybrid_spec(is_own=is_own)
+    found, reports, is_joined = [], [], []
+    push = inside.original(inside.START_MATERIALIZE)
+
+    def noted(forward: Any, there: Any = None) -> None:
+        is_joined.append(forward.is_joined)
+        push(forward, there)
+
     for each in (spec, balance_spec(spec, EXACT)):
         stack = build_module(
             each,
@@ -244,12 +277,13 @@ def _hybrid(rank: int) -> int:
         gpt_module._initialize(stack, seed=1)
         generator = torch.Generator().manual_seed(rank)
         hidden = torch.randn(SEQUENCE, 2, 16, generator=generator, dtype=torch.float64)
-        stack(hidden.requires_grad_(), None).square().sum().backward()
+        with mock.patch(inside.START_MATERIALIZE, noted):
+            stack(hidden.requires_grad_(), None).square().sum().backward()
         found.append({name: p.grad for name, p in stack.named_parameters()} | {"": hidden.grad})
     assert_equal(*found)
-    assert [layer.layout.num_experts for layer in balanced] == [4, 8]
-    assert len({id(inside.slot_buffers(layer)) for layer in balanced}) == 2
-    return sum(int((report.experts_in_slots >= 0).sum()) for report in reports)
+    assert [layer.layout.num_experts for layer in balanced] == ([4, 8] if is_own else [4, 4])
+    assert len({id(inside.slot_buffers(layer)) for layer in balanced}) == 1 + is_own
+    return sum(int((report.experts_in_slots >= 0).sum()) for report in reports), is_joined
 
 
 def _built(rank: int) -> list[int]:
@@ -339,5 +373,11 @@ def test_predicting_layers_of_hybrid_models_are_numbered_behind_the_decoders() -
 
 
 @pytest.mark.option("hybrid")
-def test_a_hybrid_model_whose_layers_differ_is_balanced() -> None:
-    assert all(replicas > 0 for replicas in run_ranks(_hybrid, 2))
+@pytest.mark.parametrize(
+    ("is_own", "recompute"), [(True, "none"), (False, "none"), (False, "full")]
+)
+def test_a_hybrid_model_whose_layers_differ_is_balanced(is_own: bool, recompute: str) -> None:
+    """Backward waits at the input of its MoE layers, also of those of a program's own classes."""
+    for replicas, is_joined in run_ranks(_hybrid, 2, is_own, recompute):
+        assert replicas > 0
+        assert all(is_joined[-2:])  # Of a recomputed layer, in the second pass.

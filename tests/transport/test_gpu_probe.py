@@ -154,13 +154,19 @@ class FileDriver:
         return bytes(content)
 
 
+def _gpu(uuid: str, shared_memory: int = 232448) -> SimpleNamespace:
+    return SimpleNamespace(
+        uuid=uuid, name=f"GPU {uuid}", shared_memory_per_block_optin=shared_memory
+    )
+
+
 def _probe(rank: int, gpus: str, machines: str, **options: Any) -> list[str]:
     machine = dataclasses.replace(shared_heap.machine_of_this_process(), host=machines[rank])
     with (
         mock.patch.object(gpu_probe, "has_cuda_part", return_value=True),
         mock.patch.object(gpu_probe, "machine_of_this_process", return_value=machine),
         mock.patch.object(
-            torch.cuda, "get_device_properties", return_value=SimpleNamespace(uuid=gpus[rank])
+            torch.cuda, "get_device_properties", return_value=_gpu(gpus[rank])
         ),
     ):
         # One visible GPU a process: all have number 0.
@@ -205,22 +211,25 @@ def _without_a_page(rank: int) -> list[str]:
     driver: Any = FileDriver(rank, fabric=False)
     if rank == 1:
         driver.share = mock.Mock(side_effect=DriverError("cuMemCreate: not permitted (800)"))
+    gpu = _gpu(str(rank), 101376 if rank == 3 else 232448)  # 3 is for a workstation.
     with (
         mock.patch.object(gpu_probe, "has_cuda_part", return_value=rank != 2),
-        mock.patch.object(
-            torch.cuda, "get_device_properties", return_value=SimpleNamespace(uuid=str(rank))
-        ),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu),
     ):
         return gpu_obstacles(dist.group.WORLD, torch.device("cuda", 0), driver)
 
 
 def test_a_rank_without_a_page_is_reached_by_none() -> None:
     refused, absent = "cuMemCreate: not permitted (800)", "the library has no CUDA part"
+    small = (
+        "a block on GPU 3 has 101376 bytes of shared memory, and the kernel that adds gradients "
+        "takes 106880"
+    )
     assert run_ranks(_without_a_page, 4) == [
-        ["", refused, absent, ""],
+        ["", refused, absent, small],
         [refused] * 4,
         [absent] * 4,
-        ["", refused, absent, ""],
+        [small] * 4,
     ]
 
 

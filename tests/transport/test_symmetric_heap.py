@@ -84,8 +84,20 @@ def _faked(fake: Torch, gpu: str, host: str = "one") -> ExitStack:
 def _share(rank: int) -> None:
     world, fake = dist.group.WORLD, Torch()
     peers = [0, 1] if rank < 2 else [2, 3]
-    with _faked(fake, f"GPU-{rank}"):
+    # As after `init_process_group(device_id=...)`: torch then splits the world's communicator, for
+    # which all ranks must come, and those of another pipeline stage do not.
+    bound = []
+
+    def unbound(*args: Any, **kwargs: Any) -> Any:
+        bound.append(world.bound_device_id)
+        return new_group(*args, **kwargs)
+
+    given, new_group = torch.device("cpu", rank), dist.new_group
+    world.bound_device_id = given
+    with _faked(fake, f"GPU-{rank}"), mock.patch.object(dist, "new_group", unbound):
         heap = SymmetricHeap(world, CPU, domain_ranks=2, backend="nccl")
+        assert (bound, world.bound_device_id) == ([None], given)
+        world.bound_device_id = None
         assert fake.backend == "NCCL"
         mine, addresses = heap.share(64)
         assert fake.groups == [peers], "others do not take part"
