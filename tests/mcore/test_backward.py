@@ -10,6 +10,7 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -30,8 +31,18 @@ from megatron.core.transformer.transformer_layer import (  # isort: skip
 CASE = dict(ep=2, num_layers=2)
 
 
+class DerivedTransformerLayer(TransformerLayer):
+    """A program's class, which calls Megatron's `forward`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
 class OtherTransformerLayer(TransformerLayer):
-    """A class that `balance_spec` does not know."""
+    """A program's class with a `forward` of its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return TransformerLayer.forward(self, *args, **kwargs)
 
 
 @contextmanager
@@ -120,15 +131,21 @@ def test_slots_are_restored_behind_the_experts_of_the_layer_above() -> None:
         assert events == last + first
 
 
-def _of_another_class(spec: Any) -> Any:
+def _of_class(layer_class: type, spec: Any) -> Any:
     for layer in spec.layer_specs:
-        layer.module = OtherTransformerLayer
+        layer.module = layer_class
     return spec
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_attention_runs_beside_the_reduction(recompute: str) -> None:
-    for events in run_ranks(_events, 2, None, dict(recompute=recompute)):
+_derived = partial(_of_class, DerivedTransformerLayer)
+_of_another_class = partial(_of_class, OtherTransformerLayer)
+
+
+@pytest.mark.parametrize(
+    ("transform", "recompute"), [(None, "none"), (None, "full"), (_derived, "none")]
+)
+def test_attention_runs_beside_the_reduction(transform: Any, recompute: str) -> None:
+    for events in run_ranks(_events, 2, transform, dict(recompute=recompute)):
         # Two layers, two microbatches. A main's gradient is accumulated once, and complete.
         assert events == ["start", "attention", "end", "main"] * 4
 
