@@ -165,9 +165,7 @@ def _probe(rank: int, gpus: str, machines: str, **options: Any) -> list[str]:
     with (
         mock.patch.object(gpu_probe, "has_cuda_part", return_value=True),
         mock.patch.object(gpu_probe, "machine_of_this_process", return_value=machine),
-        mock.patch.object(
-            torch.cuda, "get_device_properties", return_value=_gpu(gpus[rank])
-        ),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=_gpu(gpus[rank])),
     ):
         # One visible GPU a process: all have number 0.
         driver: Any = FileDriver(rank, **options)
