@@ -347,9 +347,10 @@ megatron-bridge 0.6.2](published-recipes.md) use the option.
 _REFUSED_HEAD = """
 ## Refused
 
-`megatron_ext.check(config, balance)` lists all refused settings before a model is built; each
-balanced layer refuses them again when it is built. A row without an entry under *with* holds for
-every strategy but `none` and `ideal`.
+`megatron_ext.check(config, balance)` lists these settings before a model is built, and limits of
+sizes, versions, GPUs and whole-step graphs, which have no row here; each balanced layer refuses
+them again when it is built. A row without an entry under *with* holds for every strategy but `none`
+and `ideal`.
 
 | setting | with | allowed | reason, and the way out |
 |---|---|---|---|"""

@@ -32,8 +32,8 @@ BUDGETS = {9: Budget(32, 0.25), 10: Budget(64, 0.4)}
 the last of these budgets."""
 
 PULL_BYTES = 106880
-"""Shared memory of a block of a pull (`csrc/cuda/pull_add_peers.cu`). GPUs for workstations, as those
-of compute capability 12, have less."""
+"""Shared memory of a block of a pull (`csrc/cuda/pull_add_peers.cu`). GPUs for workstations, of
+compute capability 12, have less."""
 
 OLDEST = min(BUDGETS)
 """The first major number whose GPUs have bulk copies between global and shared memory."""

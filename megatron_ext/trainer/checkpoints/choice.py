@@ -64,7 +64,7 @@ def find_checkpoint(config: TrainConfig, damaged: dict[Path, str]) -> Path | Non
         raise ValueError(f"checkpoint.load ({load}) is not a complete checkpoint: {damaged[load]}")
     raise ValueError(
         f"none of the checkpoints of {config.run_dir} is whole, the newest: {own[-1]}: "
-        f"{damaged[own[-1]]}; without that folder the run would begin anew"
+        f"{damaged[own[-1]]}; to begin anew, move {own[-1].parent} away and give overwrite=true"
     )
 
 
