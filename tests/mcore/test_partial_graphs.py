@@ -178,7 +178,7 @@ def _of_hybrid_models(spec: Any) -> Any:
     )
 
 
-def _compare_local(rank: int) -> tuple[int, bool]:
+def _compare_local(rank: int, recompute: str) -> tuple[int, bool]:
     from megatron.core.transformer import cuda_graphs
 
     def build(**graphs: Any) -> TinyGPT:
@@ -187,6 +187,8 @@ def _compare_local(rank: int) -> tuple[int, bool]:
             return build_gpt(
                 ep=2,
                 is_hybrid_model=True,
+                recompute=recompute,
+                overlap_grad_reduce=True,
                 spec_transform=lambda spec: balanced(_of_hybrid_models(spec), balance),
                 **graphs,
             )
@@ -205,8 +207,9 @@ def _compare_local(rank: int) -> tuple[int, bool]:
 
 
 @pytest.mark.option("partial_graphs")
-def test_graphs_of_megatrons_own_change_nothing() -> None:
-    for replicas, is_graphed in run_ranks(_compare_local, 2):
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_graphs_of_megatrons_own_change_nothing(recompute: str) -> None:
+    for replicas, is_graphed in run_ranks(_compare_local, 2, recompute):
         assert replicas > 0
         assert is_graphed
 
