@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from megatron_ext.mcore.between_steps import reset_after_abort as reset_after_abort
     from megatron_ext.mcore.bridge_callback import BridgeCallback as BridgeCallback
     from megatron_ext.mcore.check import check as check
+    from megatron_ext.mcore.grouped_experts import grouped_mm_spec as grouped_mm_spec
     from megatron_ext.mcore.provider import balanced_provider_spec as balanced_provider_spec
     from megatron_ext.mcore.spec import balance_spec as balance_spec
-    from megatron_ext.mcore.spec import grouped_mm_spec as grouped_mm_spec
     from megatron_ext.mcore.step_metrics import StepMetrics as StepMetrics
 
 _HOMES = {
@@ -47,7 +47,7 @@ _HOMES = {
     "balanced_provider_spec": "megatron_ext.mcore.provider",
     "check": "megatron_ext.mcore.check",
     "enable_cpu_platform": "megatron_ext.cpu_platform",
-    "grouped_mm_spec": "megatron_ext.mcore.spec",
+    "grouped_mm_spec": "megatron_ext.mcore.grouped_experts",
     "reset_after_abort": "megatron_ext.mcore.between_steps",
     "solve": "megatron_ext.balance.solve",
 }

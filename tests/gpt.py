@@ -47,7 +47,7 @@ from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
 )
 
 from megatron_ext.mcore import process_hooks  # noqa: E402
-from megatron_ext.mcore.spec import grouped_mm_spec  # noqa: E402
+from megatron_ext.mcore.grouped_experts import grouped_mm_spec  # noqa: E402
 from megatron_ext.trainer.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig  # noqa: E402
 from megatron_ext.trainer.model.local_layers import sequence_parallel_spec  # noqa: E402
 from megatron_ext.trainer.model.settings import (  # noqa: E402

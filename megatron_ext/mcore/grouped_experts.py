@@ -17,21 +17,38 @@ from megatron.core.tensor_parallel.random import (
     get_expert_parallel_rng_tracker_name,
 )
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
 from megatron_ext.balance.main_weights import MainWeights, Segment, StackedMains
 from megatron_ext.mcore.grouped_product import grouped_product
 from megatron_ext.mcore.sequential_experts import SlotsBehindMains
+from megatron_ext.mcore.spec import grouped_by_megatron, module_names, replace_module, required
 
 _EXTRA_STATE = "_extra_state"
 """Name that PyTorch gives to a module's state besides tensors."""
 
 
+def grouped_mm_spec(spec: Any) -> Any:
+    """Return `spec` with `GroupedExperts` for its `SequentialMLP` (same checkpoint keys).
+
+    Raises:
+        ValueError: There are no `SequentialMLP` experts in `spec`.
+    """
+    if by_megatron := grouped_by_megatron(module_names(spec)):
+        raise ValueError(
+            f"the spec has experts of {by_megatron}: make it with moe_grouped_gemm=False, which "
+            "has the SequentialMLP that GroupedExperts replace"
+        )
+    what = required(spec, "SequentialMLP")
+    return replace_module(spec, SequentialMLP, GroupedExperts, what)
+
+
 class GroupedExperts(MegatronModule):
     """Experts with stacked weights, computed by PyTorch's `grouped_mm` (float32 and bfloat16).
 
-    `GroupedExperts` replace `SequentialMLP` in a layer spec (`megatron_ext.grouped_mm_spec`). Both
-    have the same checkpoint keys, so each can load the other's checkpoints. No biases.
+    They replace `SequentialMLP` in a layer spec (`grouped_mm_spec`). Both have the same checkpoint
+    keys, so each can load the other's checkpoints. No biases.
 
     Attributes:
         fc1: [M, F1, H], F1 = 2F with a gated linear unit, else F.

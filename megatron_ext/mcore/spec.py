@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -74,9 +74,11 @@ def with_balanced_layers(spec: Any, balance: BalanceConfig) -> Any:
     params = {"balance": balance, **layer_class.shared_by_layers(balance)}
 
     def balanced(part: Any) -> Any:
-        return _with_module(part, _beneath(_module_of(part), layer_class), params)
+        return with_module(part, _beneath(_module_of(part), layer_class), params)
 
-    spec = replace_parts(spec, _makes_moe_layer, balanced, _required(spec, "MoE layer"))
+    spec = replace_parts(
+        spec, lambda part: _makes(part, MoELayer), balanced, required(spec, "MoE layer")
+    )
     joins = issubclass(layer_class, BalancedMoELayer)
     return _around(layer_class, JoiningTransformerLayer if joins else PassingTransformerLayer, spec)
 
@@ -90,15 +92,13 @@ def _around(layer_class: type, transformer_layer: type[PassingTransformerLayer],
         return spec
 
     def is_around(part: Any) -> bool:
-        if not isinstance(part, ModuleSpec) or not isinstance(part.module, type):
+        if not _makes(part, TransformerLayer) or _makes(part, PassingTransformerLayer):
             return False
-        mlp = _module_of(getattr(part.submodules, "mlp", None))
-        is_of_class = isinstance(mlp, type) and issubclass(mlp, layer_class)
-        return issubclass(part.module, TransformerLayer) and is_of_class
+        return _makes(getattr(part.submodules, "mlp", None), layer_class)
 
     def between(layer: Any) -> Any:
         own = [] if layer.module is TransformerLayer else [layer.module]
-        return dataclasses.replace(layer, module=_combined(*own, transformer_layer))
+        return dataclasses.replace(layer, module=_combined((*own, transformer_layer)))
 
     return replace_parts(spec, is_around, between)
 
@@ -106,12 +106,7 @@ def _around(layer_class: type, transformer_layer: type[PassingTransformerLayer],
 _STAGES = ("preprocess", "dispatch", "shared_experts_compute", "routed_experts_compute", "combine")
 
 
-def _makes_moe_layer(part: Any) -> bool:
-    module = _module_of(part)
-    return isinstance(module, type) and issubclass(module, MoELayer)
-
-
-def _beneath(own: type[MoELayer], layer_class: type) -> type:
+def _beneath(own: type[MoELayer], layer_class: type) -> Any:
     """Return `layer_class` as a base of a program's own class of MoE layers.
 
     Raises:
@@ -124,9 +119,9 @@ def _beneath(own: type[MoELayer], layer_class: type) -> type:
             f"MoE layers of class {own.__name__} cannot be balanced, for it has a "
             f"{' and a '.join(replaced)} of its own: leave these stages to Megatron's MoELayer"
         )
-    combined: Any = _combined(own, layer_class)
+    combined = _combined((own, layer_class))
     combined.has_own_end = own.postprocess is not MoELayer.postprocess
-    return combined  # type: ignore[no-any-return]
+    return combined
 
 
 def _check_parts(spec: Any) -> None:
@@ -134,7 +129,7 @@ def _check_parts(spec: Any) -> None:
     observed = (each for each in modules_of(spec) if issubclass(each, ObservedMoELayer))
     if balanced := {each.__name__ for each in observed}:
         raise ValueError(f"the spec is balanced already: it has {', '.join(sorted(balanced))}")
-    if unknown := _grouped_by_megatron(_module_names(spec) - {TEGroupedMLP.__name__}):
+    if unknown := grouped_by_megatron(module_names(spec) - {TEGroupedMLP.__name__}):
         raise ValueError(
             f"the spec has experts of {unknown}, which cannot be balanced: make it with "
             "Transformer Engine's TEGroupedMLP, or with moe_grouped_gemm=False; "
@@ -142,7 +137,7 @@ def _check_parts(spec: Any) -> None:
         )
 
 
-def _grouped_by_megatron(names: Collection[str]) -> str:
+def grouped_by_megatron(names: Collection[str]) -> str:
     """Name the modules that Megatron puts into a spec with `moe_grouped_gemm`."""
     return ", ".join(sorted(name for name in names if name.endswith("GroupedMLP")))
 
@@ -157,12 +152,11 @@ def balanced_layer_class(balance: BalanceConfig) -> type[ObservedMoELayer]:
         from megatron_ext.mcore.even_layer import EvenMoELayer
 
         return EvenMoELayer
-    added = [*of_methods("LAYERS", balance).values()]
-    return _combined(*(added or [BalancedMoELayer]))
+    return _combined((*of_methods("LAYERS", balance).values(),) or (BalancedMoELayer,))
 
 
 @functools.cache
-def _combined(*classes: Any) -> Any:
+def _combined(classes: tuple[Any, ...]) -> Any:
     """Return a class with all of these bases, or the one that there is."""
     if len(classes) == 1:
         return classes[0]
@@ -176,29 +170,11 @@ def name_stages(spec: Any) -> Any:
     Megatron's own comes back as it was.
     """
     process_hooks.show_stages_in_nvtx()
-    named = _replace_module(spec, MoELayer, NamedMoELayer)
+    named = replace_module(spec, MoELayer, NamedMoELayer)
     return _around(NamedMoELayer, PassingTransformerLayer, named)
 
 
-def grouped_mm_spec(spec: Any) -> Any:
-    """Return `spec` with `GroupedExperts` for its `SequentialMLP` (same checkpoint keys).
-
-    Raises:
-        ValueError: There are no `SequentialMLP` experts in `spec`.
-    """
-    # Imported here, because other experts do without.
-    from megatron_ext.mcore.grouped_experts import GroupedExperts
-
-    if by_megatron := _grouped_by_megatron(_module_names(spec)):
-        raise ValueError(
-            f"the spec has experts of {by_megatron}: make it with moe_grouped_gemm=False, which "
-            "has the SequentialMLP that GroupedExperts replace"
-        )
-    what = _required(spec, "SequentialMLP")
-    return _replace_module(spec, SequentialMLP, GroupedExperts, what)
-
-
-def _required(spec: Any, what: str) -> str | None:
+def required(spec: Any, what: str) -> str | None:
     """Return `what` if the spec must have it: a pipeline stage's block may be all dense layers."""
     is_a_stage = (
         isinstance(spec, TransformerBlockSubmodules)
@@ -208,14 +184,14 @@ def _required(spec: Any, what: str) -> str | None:
     return None if is_a_stage else what
 
 
-def _replace_module(spec: Any, old: type, new: type, what: str | None = None) -> Any:
+def replace_module(spec: Any, old: type, new: type, what: str | None = None) -> Any:
     """Return `spec` with modules of another class. `what` and errors as for `replace_parts`."""
     return replace_parts(
-        spec, lambda part: _module_of(part) is old, lambda part: _with_module(part, new), what
+        spec, lambda part: _module_of(part) is old, lambda part: with_module(part, new), what
     )
 
 
-def _with_module(part: Any, module: type, params: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def with_module(part: Any, module: type, params: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """Return a part that makes another module, which gets further arguments."""
     if isinstance(part, ModuleSpec):
         return dataclasses.replace(part, module=module, params={**(part.params or {}), **params})
@@ -227,6 +203,12 @@ def _module_of(part: Any) -> Any:
     if isinstance(part, ModuleSpec):
         return part.module
     return part.func if isinstance(part, functools.partial) else None
+
+
+def _makes(part: Any, kind: type) -> bool:
+    """Whether a part makes a module of this class, or of one that is derived from it."""
+    module = _module_of(part)
+    return isinstance(module, type) and issubclass(module, kind)
 
 
 def has_moe_layers(spec: Any) -> bool:
@@ -247,7 +229,8 @@ def modules_of(spec: Any) -> set[type]:
     return {module for module in modules if isinstance(module, type)}
 
 
-def _module_names(spec: Any) -> set[str]:
+def module_names(spec: Any) -> set[str]:
+    """Return the names of these classes."""
     return {module.__name__ for module in modules_of(spec)}
 
 
@@ -295,6 +278,6 @@ def replace_parts(
 
     changed = walk(spec)
     if num_changed == 0 and what is not None:
-        has = ", ".join(sorted(_module_names(spec))) or f"no modules: {spec!r:.60}"
+        has = ", ".join(sorted(module_names(spec))) or f"no modules: {spec!r:.60}"
         raise ValueError(f"the spec has no {what} in it; it has {has}")
     return changed

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ def gpu_obstacles(
     Each rank has a GPU, which `device` names with or without a number.
     """
     number = device.index if device.index is not None else torch.cuda.current_device()
-    gpu = torch.cuda.get_device_properties(number)
+    gpu: Any = torch.cuda.get_device_properties(number)
     token = secrets.token_bytes(_TOKEN_BYTES)
     page, problem = None, ""
     try:

@@ -30,7 +30,8 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection  #
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron_ext.mcore.experts import finish_parameter_gather  # isort: skip
 from megatron_ext.mcore.moe_layer import BalancedMoELayer  # isort: skip
-from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec  # isort: skip
+from megatron_ext.mcore.grouped_experts import grouped_mm_spec  # isort: skip
+from megatron_ext.mcore.spec import balance_spec  # isort: skip
 
 
 def _submodules() -> Any:

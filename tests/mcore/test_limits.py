@@ -284,7 +284,7 @@ def test_the_class_of_the_experts_is_checked_where_a_spec_is_given() -> None:
     config.fp8 = "e4m3"  # Experts of layers without replicas may quantize as they like.
     for without_plans in ("none", "ideal"):
         check(config, BalanceConfig(strategy=without_plans), spec)
-    own = spec_of._replace_module(spec, SequentialMLP, type("Own", (SequentialMLP,), {}))
+    own = spec_of.replace_module(spec, SequentialMLP, type("Own", (SequentialMLP,), {}))
     for each in (spec, own):
         with pytest.raises(ConfigError, match=r"fp8=e4m3 must not be set with SequentialMLP: "):
             check(config, balance, each)

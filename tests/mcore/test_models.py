@@ -208,7 +208,7 @@ def _hybrid_spec(*, is_own: bool = False) -> tuple[Any, dict[str, Any]]:
         TransformerLayerSubmodules,
     )
 
-    from megatron_ext.mcore.spec import _with_module
+    from megatron_ext.mcore.spec import with_module
 
     try:
         from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -229,7 +229,7 @@ def _hybrid_spec(*, is_own: bool = False) -> tuple[Any, dict[str, Any]]:
     moe_class, mlp = MoETransformerLayer, layer.mlp
     if is_own:
         moe_class = type("MoELayerOfItsOwnSize", (_OfItsOwnSize, MoETransformerLayer), {})
-        mlp = _with_module(mlp, _own_moe_layer())
+        mlp = with_module(mlp, _own_moe_layer())
     moe = TransformerLayerSubmodules(
         pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=mlp, mlp_bda=layer.mlp_bda
     )

@@ -27,9 +27,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 
 from megatron_ext.mcore.even_layer import EvenMoELayer  # noqa: E402
-from megatron_ext.mcore.grouped_experts import GroupedExperts  # noqa: E402
+from megatron_ext.mcore.grouped_experts import GroupedExperts, grouped_mm_spec  # noqa: E402
 from megatron_ext.mcore.moe_layer import BalancedMoELayer  # noqa: E402
-from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec, replace_parts  # noqa: E402
+from megatron_ext.mcore.spec import balance_spec, replace_parts  # noqa: E402
 
 
 def block_spec(moe_layers: tuple[bool, ...] = (True, True)) -> TransformerBlockSubmodules:

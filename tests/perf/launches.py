@@ -288,7 +288,8 @@ def as_on_a_gpu(counting: Counting) -> Iterator[None]:
 
 
 def _spec(spec: Any, balance: BalanceConfig | None) -> Any:
-    from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec
+    from megatron_ext.mcore.grouped_experts import grouped_mm_spec
+    from megatron_ext.mcore.spec import balance_spec
 
     spec = grouped_mm_spec(spec)
     return balance_spec(spec, balance) if balance is not None else spec

@@ -24,13 +24,13 @@ def _with_layers_of_gemma(spec: Any) -> Any:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_ext.mcore.spec import _module_of, _with_module, replace_parts
+    from megatron_ext.mcore.spec import _module_of, replace_parts, with_module
 
     for old, new in ((MoELayer, Gemma4MoELayer), (TransformerLayer, Gemma4TransformerLayer)):
         spec = replace_parts(
             spec,
             lambda part, old=old: _module_of(part) is old,
-            lambda part, new=new: _with_module(part, new),
+            lambda part, new=new: with_module(part, new),
         )
     return spec
 

@@ -32,7 +32,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_ext.data.manifest import Manifest
 from megatron_ext.data.mixing import MixedDataset, microbatches
 from megatron_ext.data.tokenizer import padded_vocab_size
-from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec, name_stages
+from megatron_ext.mcore.grouped_experts import grouped_mm_spec
+from megatron_ext.mcore.spec import balance_spec, name_stages
 from megatron_ext.methods.run_hook import Reader, run_hooks
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.data import data_weights
