@@ -70,10 +70,10 @@ def number_predicting(model: nn.Module) -> None:
     """
     for part in model.modules():
         if isinstance(part, MultiTokenPredictionLayer):
+            stack: Any = getattr(part, "mtp_model_layer", None)
             for layer in part.modules():
-                if isinstance(layer, MoELayer) and getattr(layer, "is_mtp_layer", None) is False:
+                if isinstance(layer, MoELayer) and hasattr(stack, "layers"):
                     layer.is_mtp_layer = True
-                    stack: Any = part.mtp_model_layer
                     layer.num_predicting_before = (part.layer_number - 1) * len(stack.layers)
                     if isinstance(layer, ObservedMoELayer):
                         layer.layer_number = number_of(layer)

@@ -58,7 +58,7 @@ def assert_close(expected: dict[str, Any], found: dict[str, Any], tolerance: flo
         assert distance <= tolerance * scale, f"{name}: {distance} of {scale}"
 
 
-def plain_route(layer: Any, hidden: torch.Tensor, padding_mask: Any = None) -> Any:
+def plain_route(layer: Any, hidden: torch.Tensor, *_: Any) -> Any:
     """Top-k routing without Megatron's router, which takes no rank without tokens."""
     logits = hidden.flatten(0, 1) @ layer.router.weight.T
     chosen = logits.topk(layer.config.moe_router_topk).indices

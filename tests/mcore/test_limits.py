@@ -47,7 +47,7 @@ FINE = {
     *("moe_router_topk_scaling_factor", "moe_router_score_function", "moe_router_dtype"),
     *("moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_fusion"),
     *("moe_router_quantile_balancing_ema", "moe_router_force_load_balancing"),
-    "moe_router_force_biased",
+    *("moe_router_force_biased", "moe_n_hash_layers"),
     # Megatron's dispatcher then counts what comes.
     *("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
     # Shared experts are not replicated.
@@ -60,6 +60,7 @@ FINE = {
     *("moe_hybridep_num_sms_preprocessing", "moe_permute_fusion_into_hybridep"),
     *limits._PADS_UNEVEN,
     *("moe_flex_dispatcher_backend", "moe_ncclep_static_shape", "moe_ncclep_zero_copy"),
+    "moe_ncclep_use_symm_mem",
     # What a rank has room for: `_capacity_problems`.
     "moe_expert_rank_capacity_factor",
     # How the experts compute.

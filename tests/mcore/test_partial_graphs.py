@@ -154,7 +154,7 @@ class LocalGraphs:
         if function_name == "_forward_mlp_router":
             setattr(layer, function_name, self._run)
 
-    def _run(self, hidden_states: torch.Tensor, padding_mask: None = None) -> Any:
+    def _run(self, hidden_states: torch.Tensor, **_: None) -> Any:
         self._num_calls += torch.is_grad_enabled()
         if self._num_calls == 1 or not torch.is_grad_enabled():
             return self._function(hidden_states)
