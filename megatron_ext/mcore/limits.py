@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer import TransformerConfig
-from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron_ext.balance.strategies import STRATEGIES, get_planner, of_methods
 from megatron_ext.balance.strategies.strategy import ForcesEven, FromPlacement, StaysMegatron
@@ -48,7 +46,10 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
             f"expert_model_parallel_size ({ep_size})"
         )
     problems += broken(MUST_BE, config, with_strategy) + _capacity_problems(config, balance)
-    problems += _engine_problems(config)
+    if setting := quantization_of(config):
+        from megatron_ext.mcore.quantized_limits import engine_problems
+
+        problems += engine_problems(setting)
     if balance.costs_to_measure:
         problems += broken(MUST_BE_TO_MEASURE, config, "balance.objective=time")
     for setting, rules in of_methods("LIMITS", balance).items():
@@ -215,16 +216,6 @@ def broken(rules: tuple[Demand, ...], config: Any, with_setting: str) -> list[st
     return [problem for rule in rules if (problem := rule.problem(config, with_setting))]
 
 
-_FORMATS = {
-    "tensorwise": (16, "check_fp8_support"),
-    "blockwise": (16, "check_fp8_block_scaling_support"),
-    "mxfp8": (32, "check_mxfp8_support"),
-    "nvfp4": (32, "check_nvfp4_support"),
-}
-"""By recipe: what sizes of weights must be multiples of in Transformer Engine's products, and its
-function that knows whether the GPU has the format."""
-
-
 class QuantizationDemand(Demand):
     """The rule for quantized models: which recipe, of which sizes, on which GPU."""
 
@@ -237,29 +228,9 @@ class QuantizationDemand(Demand):
         recipe: Any = getattr(config, self.field, default)
         if problem := Demand.problem(self, SimpleNamespace(**{self.field: recipe}), with_setting):
             return problem
-        least, check = _FORMATS[recipe]
-        wrong = [
-            f"{field} ({size}{f' / {shards} shards' if shards > 1 else ''})"
-            for field, shards in (
-                ("hidden_size", 1),
-                ("moe_latent_size", 1),
-                ("moe_ffn_hidden_size", getattr(config, "expert_tensor_parallel_size", None) or 1),
-            )
-            if (size := getattr(config, field, None)) is not None and size % (least * shards)
-        ]
-        flag = f"--{self.field.replace('_', '-')}"
-        if wrong:
-            return (
-                f"{' and '.join(wrong)} must be a multiple of {least} with {self.field}={recipe} "
-                f"(change {flag})"
-            )
-        if torch.cuda.is_available():
-            from transformer_engine.pytorch import quantization
+        from megatron_ext.mcore.quantized_limits import recipe_problem
 
-            is_there, reason = getattr(quantization, check)()
-            if not is_there:
-                return f"{self.field} ({recipe!r}) is not for this GPU: {reason} (change {flag})"
-        return None
+        return recipe_problem(config, self.field, recipe)
 
 
 def quantization_of(config: Any) -> str | None:
@@ -268,24 +239,6 @@ def quantization_of(config: Any) -> str | None:
         if value := getattr(config, field, None):
             return f"{field}={value}"
     return "quant_recipe" if getattr(config, "quant_recipe", None) is not None else None
-
-
-_LEAST_ENGINE = "2.20"
-"""Version of Transformer Engine whose own functions quantize mains for a push; 2.18 lacks some."""
-
-
-def _engine_problems(config: Any) -> list[str]:
-    """Check the version for a quantized model, where Transformer Engine is installed."""
-    setting = quantization_of(config)
-    if setting is None or find_spec("transformer_engine") is None:
-        return []
-    if is_te_min_version(_LEAST_ENGINE):
-        return []
-    return [
-        f"Transformer Engine ({get_te_version()}) must be >= {_LEAST_ENGINE} with {setting}: an "
-        "older one has not all functions that quantize what a replica gets (install "
-        f"'transformer-engine[pytorch]>={_LEAST_ENGINE}')"
-    ]
 
 
 class GraphDemand(Demand):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -176,12 +177,12 @@ def name_stages(spec: Any) -> Any:
 
 def required(spec: Any, what: str) -> str | None:
     """Return `what` if the spec must have it: a pipeline stage's block may be all dense layers."""
-    is_a_stage = (
-        isinstance(spec, TransformerBlockSubmodules)
-        and parallel_state.model_parallel_is_initialized()
-        and parallel_state.get_pipeline_model_parallel_world_size() > 1
-    )
-    return None if is_a_stage else what
+    if not isinstance(spec, TransformerBlockSubmodules) or not dist.is_initialized():
+        return what
+    # A program may give groups to its models alone: then nothing here knows of other stages.
+    is_known = parallel_state.model_parallel_is_initialized()
+    is_whole = is_known and parallel_state.get_pipeline_model_parallel_world_size() == 1
+    return what if is_whole else None
 
 
 def replace_module(spec: Any, old: type, new: type, what: str | None = None) -> Any:

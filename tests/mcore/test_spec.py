@@ -30,6 +30,7 @@ from megatron_ext.mcore.even_layer import EvenMoELayer  # noqa: E402
 from megatron_ext.mcore.grouped_experts import GroupedExperts, grouped_mm_spec  # noqa: E402
 from megatron_ext.mcore.moe_layer import BalancedMoELayer  # noqa: E402
 from megatron_ext.mcore.spec import balance_spec, replace_parts  # noqa: E402
+from tests.ranks import run_ranks  # noqa: E402
 
 
 def block_spec(moe_layers: tuple[bool, ...] = (True, True)) -> TransformerBlockSubmodules:
@@ -115,6 +116,26 @@ def test_a_spec_without_experts_is_refused() -> None:
         grouped_mm_spec(dense)
     with pytest.raises(ValueError, match=r"spec has no MoE layer .* None$"):
         balance_spec(None, BalanceConfig())
+
+
+def _stages_without_experts(rank: int) -> list[bool]:
+    """Whether a block of dense layers is taken: without Megatron's groups, and with one stage."""
+    from megatron.core import parallel_state
+
+    taken = []
+    for initialize in (lambda: None, parallel_state.initialize_model_parallel):
+        initialize()
+        try:
+            _balance(block_spec(moe_layers=(False, False)))
+        except ValueError:
+            taken.append(False)
+        else:
+            taken.append(True)
+    return taken
+
+
+def test_a_stage_without_experts_is_taken_where_groups_are_given_to_models() -> None:
+    assert run_ranks(_stages_without_experts, 1) == [[True, False]]
 
 
 def test_a_spec_is_balanced_once() -> None:
