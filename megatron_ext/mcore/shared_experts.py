@@ -21,8 +21,8 @@ class SharedExpertsLater(ObservedMoELayer):
     A subclass has a `layout`, and in its forwards a `balancer`.
     """
 
-    has_own_end = False
-    """Whether a program's class has its own `postprocess`, which knows nothing of late ones."""
+    is_derived = False
+    """Whether a program's class stands before this one: it may add shared experts by itself."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -41,7 +41,7 @@ class SharedExpertsLater(ObservedMoELayer):
         )
         is_overlapped = self.config.overlap_moe_expert_parallel_comm
         has_shared = self.use_shared_expert and not self.shared_expert_overlap
-        is_kept = is_overlapped or is_in_parts or self.has_own_end
+        is_kept = is_overlapped or is_in_parts or self.is_derived
         return has_shared and self.layout.slots > 0 and not is_kept
 
     def beside_shared(self) -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -36,9 +37,8 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
     """Return `spec` with its MoE layers balanced.
 
     Megatron's transformer layers around them become `JoiningTransformerLayer`s. Classes that a
-    program derives from Megatron's layers get ours as another base. Around MoE layers of a
-    transformer layer that does without Megatron's `forward`, backward waits for the reduction
-    inside the MoE layer.
+    program derives from Megatron's layers get ours as another base. If a derived transformer layer
+    does not call `super().forward`, backward waits for the reduction inside the MoE layer.
 
     The first call also changes the whole process, as `process_hooks.py` lists. From then on the
     ranks of a model sum their failed waits for replicas. So all ranks of every model of this
@@ -54,8 +54,9 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
 
     Raises:
         TypeError: `balance` is no `BalanceConfig`.
-        ValueError: The strategy is unknown; `spec` has no MoE layer, is balanced already or has
-            layers or experts that cannot be balanced; or the file `balance.placement` is not valid.
+        ValueError: The strategy is unknown; `spec` has no MoE layer (but for the block of a stage
+            among others), is balanced already or has layers or experts that cannot be balanced; or
+            the file `balance.placement` is not valid.
         FileNotFoundError: There is no such file of placed replicas.
     """
     balanced = with_balanced_layers(spec, balance)
@@ -85,17 +86,19 @@ def with_balanced_layers(spec: Any, balance: BalanceConfig) -> Any:
 
 
 def _around(layer_class: type, transformer_layer: type[PassingTransformerLayer], spec: Any) -> Any:
-    """Return `spec` with that class between Megatron's transformer layers and derived ones.
+    """Return `spec` with `transformer_layer` around MoE layers of `layer_class`.
 
-    So a derived class calls our functions where it calls Megatron's. Only around such MoE layers.
+    Megatron's own transformer layer becomes that class. A derived one gets it as a further base, so
+    that it calls ours where it called Megatron's.
     """
     if transformer_layer is PassingTransformerLayer and not PassingTransformerLayer.is_needed:
         return spec
 
     def is_around(part: Any) -> bool:
-        if not _makes(part, TransformerLayer) or _makes(part, PassingTransformerLayer):
+        if not isinstance(part, ModuleSpec) or not _makes(part, TransformerLayer):
             return False
-        return _makes(getattr(part.submodules, "mlp", None), layer_class)
+        is_ours = _makes(part, PassingTransformerLayer)
+        return not is_ours and _makes(getattr(part.submodules, "mlp", None), layer_class)
 
     def between(layer: Any) -> Any:
         own = [] if layer.module is TransformerLayer else [layer.module]
@@ -111,7 +114,8 @@ def _beneath(own: type[MoELayer], layer_class: type) -> Any:
     """Return `layer_class` as a base of a program's own class of MoE layers.
 
     Raises:
-        ValueError: The own class has one of the stages that `layer_class` replaces.
+        ValueError: The own class replaces a stage that `layer_class` replaces, or its constructor
+            cannot pass on the arguments of `layer_class`.
     """
     if own is MoELayer:
         return layer_class
@@ -120,8 +124,14 @@ def _beneath(own: type[MoELayer], layer_class: type) -> Any:
             f"MoE layers of class {own.__name__} cannot be balanced, for it has a "
             f"{' and a '.join(replaced)} of its own: leave these stages to Megatron's MoELayer"
         )
+    kinds = {each.kind for each in inspect.signature(own).parameters.values()}
+    if own.__init__ is not MoELayer.__init__ and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise ValueError(
+            f"MoE layers of class {own.__name__} cannot be balanced, for its constructor takes no "
+            "**kwargs: let it pass on to Megatron's MoELayer what it does not know"
+        )
     combined = _combined((own, layer_class))
-    combined.has_own_end = own.postprocess is not MoELayer.postprocess
+    combined.is_derived = True
     return combined
 
 
@@ -158,10 +168,11 @@ def balanced_layer_class(balance: BalanceConfig) -> type[ObservedMoELayer]:
 
 @functools.cache
 def _combined(classes: tuple[Any, ...]) -> Any:
-    """Return a class with all of these bases, or the one that there is."""
-    if len(classes) == 1:
-        return classes[0]
-    return type("And".join(each.__name__ for each in classes), classes, {})
+    """Return a class with all of these bases and the name of the first; or the one that there is.
+
+    Megatron-Bridge knows modules by the names of their classes.
+    """
+    return classes[0] if len(classes) == 1 else type(classes[0].__name__, classes, {})
 
 
 def name_stages(spec: Any) -> Any:
@@ -263,8 +274,12 @@ def replace_parts(
         return done[id(part)]
 
     def walk_inside(part: Any) -> Any:
-        if type(part) in (list, tuple):
-            return type(part)(map(walk, part))
+        if isinstance(part, list):  # Of a program's own class, too.
+            clone = copy.copy(part)
+            clone[:] = map(walk, part)
+            return clone
+        if type(part) is tuple:
+            return tuple(map(walk, part))
         if isinstance(part, functools.partial):
             keywords = {name: walk(value) for name, value in part.keywords.items()}
             return functools.partial(part.func, *(walk(item) for item in part.args), **keywords)

@@ -54,11 +54,12 @@ class JoiningTransformerLayer(PassingTransformerLayer):
     ) -> None:
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         # Layers of multi-token prediction are numbered behind the model's; their input is not the
-        # output of the layer before. In hybrid models, the argument has the chunk's offset already.
+        # output of the layer before.
         is_balanced = isinstance(self.mlp, BalancedMoELayer)
         counts_in_chunk = kwargs.get("add_layer_offset", True)
         if is_balanced and counts_in_chunk and self.mlp.layer_number <= config.num_layers:
-            # The argument counts from the chunk's first layer, the attribute from the model's.
+            # The argument counts from the chunk's first layer, the attribute from the model's (in
+            # hybrid models since Megatron-Core 0.17 both do the latter).
             self.mlp.set_chunk(self.layer_number - layer_number)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -53,17 +53,13 @@ def gpu_obstacles(
     Each rank has a GPU, which `device` names with or without a number.
     """
     number = device.index if device.index is not None else torch.cuda.current_device()
-    gpu: Any = torch.cuda.get_device_properties(number)
+    gpu = torch.cuda.get_device_properties(number)
     token = secrets.token_bytes(_TOKEN_BYTES)
     page, problem = None, ""
     try:
         if not has_cuda_part():
             raise RuntimeError("the library has no CUDA part")
-        if gpu.shared_memory_per_block_optin < PULL_BYTES:
-            raise RuntimeError(
-                f"a block on {gpu.name} has {gpu.shared_memory_per_block_optin} bytes of shared "
-                f"memory, and the kernel that adds gradients takes {PULL_BYTES}"
-            )
+        _require_room(gpu)
         driver = driver or Driver()
         page = driver.share(number, token)
     except (RuntimeError, OSError) as error:
@@ -105,6 +101,7 @@ def reach_of_devices(driver: Driver, devices: Sequence[int]) -> list[list[str]]:
     for b, sharer in enumerate(devices):
         token = secrets.token_bytes(_TOKEN_BYTES)
         try:
+            _require_room(torch.cuda.get_device_properties(sharer))
             page = driver.share(sharer, token)
         except DriverError as error:
             for row in found:
@@ -115,6 +112,19 @@ def reach_of_devices(driver: Driver, devices: Sequence[int]) -> list[list[str]]:
                 found[a][b] = _try(driver, reader, page.handle, page.num_bytes, token)
         page.close()
     return found
+
+
+def _require_room(gpu: Any) -> None:
+    """Check that the kernel that adds gradients has enough shared memory on a GPU.
+
+    Raises:
+        DriverError: It has not.
+    """
+    if (room := gpu.shared_memory_per_block_optin) < PULL_BYTES:
+        raise DriverError(
+            f"a block on {gpu.name} has {room} bytes of shared memory, and the kernel that adds "
+            f"gradients takes {PULL_BYTES}"
+        )
 
 
 def _obstacle(

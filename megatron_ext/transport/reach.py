@@ -71,13 +71,16 @@ def largest_domain(obstacles: Sequence[Sequence[str]]) -> int:
     >>> far = "it is on another machine"
     >>> largest_domain([["", "", far, far], ["", "", far, far]] + [[far, far, "", ""]] * 2)
     2
+    >>> largest_domain([["a rank without memory to share"] * 2] * 2)
+    1
     """
     num_ranks = len(obstacles)
-    return next(
+    sizes = (
         size
-        for size in range(num_ranks, 0, -1)
+        for size in range(num_ranks, 1, -1)
         if num_ranks % size == 0 and first_obstacle(obstacles, size) is None
     )
+    return next(sizes, 1)
 
 
 def reaches_across(obstacles: Sequence[Sequence[str]], domain_ranks: int) -> bool:

@@ -164,7 +164,7 @@ def _by_itself() -> Iterator[None]:
     """Let torch make a group without the communicator of all ranks.
 
     Where `init_process_group` was given a device, torch splits that communicator. All ranks of the
-    world would have to take part, and those of other pipeline stages wait for this one's.
+    world would have to take part, and other pipeline stages do not.
     """
     world: Any = dist.group.WORLD
     bound, world.bound_device_id = world.bound_device_id, None

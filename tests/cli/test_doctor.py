@@ -119,7 +119,7 @@ def test_doctor_says_how_to_get_every_extra():
         assert any(Requirement(line).name == package for line in extras[extra])
 
 
-def fake_gpus(monkeypatch, tmp_path, cuda, *, major=9, channels=()):
+def fake_gpus(monkeypatch, tmp_path, cuda, *, major=9, channels=(), shared_memory=232448):
     """Let this machine have GPUs, with a driver that is a fake."""
     import torch
 
@@ -127,7 +127,12 @@ def fake_gpus(monkeypatch, tmp_path, cuda, *, major=9, channels=()):
     from megatron_ext.transport import gpu_driver
 
     gpu = SimpleNamespace(
-        name="NVIDIA Fake", uuid="1-2-3", major=major, minor=0, multi_processor_count=132
+        name="NVIDIA Fake",
+        uuid="1-2-3",
+        major=major,
+        minor=0,
+        multi_processor_count=132,
+        shared_memory_per_block_optin=shared_memory,
     )
     for name in channels:
         (tmp_path / name).touch()
@@ -177,6 +182,11 @@ def test_doctor_says_what_a_gpu_lacks(capsys, monkeypatch, tmp_path):
     assert status == 1
     assert "problem: NVIDIA Fake (compute capability 8.0) has no bulk copies" in stdout
     assert "GPU 0                reads memory of no other GPU" in stdout
+    assert "So replicas go through transport collective, a message each" in stdout
+
+    fake_gpus(monkeypatch, tmp_path, Cuda(2, fabric=True), major=12, shared_memory=101376)
+    status, stdout, _ = run(capsys, "doctor", "--gpu")
+    assert "not of GPU 1: a block on NVIDIA Fake has 101376 bytes of shared memory" in stdout
     assert "So replicas go through transport collective, a message each" in stdout
 
     monkeypatch.setattr("megatron_ext.ops.has_cuda_part", lambda: False)

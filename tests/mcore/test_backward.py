@@ -32,14 +32,14 @@ CASE = dict(ep=2, num_layers=2)
 
 
 class DerivedTransformerLayer(TransformerLayer):
-    """A program's class, which calls Megatron's `forward`."""
+    """A program's class that calls `super().forward`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
 
 class OtherTransformerLayer(TransformerLayer):
-    """A program's class with a `forward` of its own."""
+    """A program's class that does not call `super().forward`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return TransformerLayer.forward(self, *args, **kwargs)

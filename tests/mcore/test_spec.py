@@ -29,7 +29,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron_ext.mcore.even_layer import EvenMoELayer  # noqa: E402
 from megatron_ext.mcore.grouped_experts import GroupedExperts, grouped_mm_spec  # noqa: E402
 from megatron_ext.mcore.moe_layer import BalancedMoELayer  # noqa: E402
-from megatron_ext.mcore.spec import balance_spec, replace_parts  # noqa: E402
+from megatron_ext.mcore.spec import (  # noqa: E402
+    _module_of,
+    balance_spec,
+    replace_parts,
+    with_module,
+)
 from tests.ranks import run_ranks  # noqa: E402
 
 
@@ -106,6 +111,43 @@ def test_grouped_experts_replace_sequential_ones_before_or_after_balancing() -> 
 
 def _balance(spec: Any) -> Any:
     return balance_spec(spec, BalanceConfig())
+
+
+class _Specs(list):  # type: ignore[type-arg]
+    """As of Step-3.5 in Megatron-Bridge: its last spec is another one for predicted tokens."""
+
+
+def test_specs_in_a_list_of_a_programs_own_are_balanced() -> None:
+    block = block_spec()
+    block.layer_specs = _Specs(block.layer_specs)
+    balanced = _balance(block)
+    assert type(balanced.layer_specs) is _Specs
+    assert {layer_class(each.submodules.mlp) for each in balanced.layer_specs} == {BalancedMoELayer}
+    assert BalancedMoELayer not in {layer_class(each.submodules.mlp) for each in block.layer_specs}
+
+
+def test_a_class_of_moe_layers_that_cannot_be_derived_from_ours_is_refused() -> None:
+    def dispatch(self: Any, *args: Any) -> Any: ...
+
+    def init(self: Any, config: Any, submodules: Any = None) -> None: ...
+
+    def of_class(members: dict[str, Any]) -> Any:
+        own = type("Own", (MoELayer,), members)
+        return replace_parts(
+            block_spec(),
+            lambda part: _module_of(part) is MoELayer,
+            lambda part: with_module(part, own),
+        )
+
+    for members, problem in (
+        (dict(dispatch=dispatch), "class Own .* a dispatch of its own: leave"),
+        (dict(__init__=init), r"class Own .* takes no \*\*kwargs: let"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            _balance(of_class(members))
+    mlp = _balance(of_class({})).layer_specs[0].submodules.mlp
+    assert layer_class(mlp).__mro__[1].__name__ == "Own"
+    assert issubclass(layer_class(mlp), BalancedMoELayer)
 
 
 def test_a_spec_without_experts_is_refused() -> None:

@@ -26,6 +26,8 @@ CLIQUES = ["1100", "1100", "0011", "0011"]
 ONE_WAY = ["1111", "1111", "0111", "1111"]
 """Rank 2 does not reach rank 0, which reaches it."""
 NONE = ["1000", "0100", "0010", "0001"]
+NOTHING = ["0000"] * 4
+"""No rank has memory to share: none reaches itself either, as without a library's CUDA part."""
 APART = ["1010", "0101", "1010", "0101"]
 """Those that reach each other are no neighbours."""
 
@@ -36,7 +38,7 @@ def obstacles_of(reach: list[str]) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     ("reach", "size"),
-    [(FULL, 4), (CLIQUES, 2), (ONE_WAY, 2), (NONE, 1), (APART, 1), (["111"] * 3, 3)],
+    [(FULL, 4), (CLIQUES, 2), (ONE_WAY, 2), (NONE, 1), (NOTHING, 1), (APART, 1), (["111"] * 3, 3)],
 )
 def test_a_domain_is_as_many_neighbours_as_all_reach_each_other(reach: Any, size: int) -> None:
     assert largest_domain(obstacles_of(reach)) == size
@@ -96,6 +98,8 @@ def test_auto_takes_what_ranks_found_and_says_what_it_costs() -> None:
         (CLIQUES, "shared_memory", 4),
         (NONE, "shared_memory", None),
         (CLIQUES, "auto", 2),
+        (NOTHING, "auto", None),
+        (NOTHING, "shared_memory", None),
     ]
     first, *others = run_ranks(_agree, 4, asked)
     for other in others:
@@ -114,11 +118,13 @@ def test_auto_takes_what_ranks_found_and_says_what_it_costs() -> None:
     ]
     assert "nvlink_domain=4 (4 EP ranks on cpu): rank 0 does not reach rank 2: no l" in answers[8]
     assert "use balance.transport=collective" in answers[9]
+    assert answers[11] == ("collective", 4)
+    assert "rank 0 does not reach rank 0: no link; use balance" in answers[12]
 
     lines = [lines for _, lines in first]
     assert [[level for level, _ in each] for each in lines] == [
         *(["INFO"], ["WARNING"], ["WARNING"], ["WARNING"], ["INFO"]),
-        *(["WARNING"], ["INFO"], ["WARNING"], [], [], ["INFO"]),
+        *(["WARNING"], ["INFO"], ["WARNING"], [], [], ["INFO"], ["WARNING"], []),
     ]
     # Domains that nobody has asked for are a surprise; those of the last case are none.
     assert lines[1][0][1].endswith("If that is meant: balance.nvlink_domain=2")

@@ -122,6 +122,7 @@ def test_what_a_gpu_cannot_read_it_does_not_reach(fabric: bool) -> None:
         mock.patch.object(torch.cuda, "device", return_value=nullcontext()),
         mock.patch.object(torch.cuda, "synchronize"),
         mock.patch.object(gpu_probe.secrets, "token_bytes", return_value=b"0123456\x0089abcdef"),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=_gpu("large")),
     ):
         found = reach_of_devices(Driver(cuda), range(3))
     stale = "it reads other bytes there than were written"
