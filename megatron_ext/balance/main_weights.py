@@ -134,7 +134,8 @@ class SeparateMains:
     def totals(self, dtype: torch.dtype, takes_sums: TakesSums) -> list[Tensor]:
         """Return what the gradients of main m's replicas are added to, [*shape]; see `Totals`."""
         totals: list[Any] = [takes_sums(main) for main in self.mains]
-        # Transport `cuda` adds in one dtype. Sums for a frozen main are dropped, whatever theirs.
+        # Transport `cuda` adds a segment in one dtype. Nobody reads a frozen main's sums, so they
+        # take the dtype of the others.
         frozen = next((total.dtype for total in totals if total is not None), dtype)
         for m, main in enumerate(self.mains):
             if totals[m] is None:

@@ -100,11 +100,11 @@ def _around(layer_class: type, transformer_layer: type[PassingTransformerLayer],
         is_ours = _makes(part, PassingTransformerLayer)
         return not is_ours and _makes(getattr(part.submodules, "mlp", None), layer_class)
 
-    def between(layer: Any) -> Any:
+    def ours(layer: Any) -> Any:
         own = [] if layer.module is TransformerLayer else [layer.module]
         return dataclasses.replace(layer, module=_combined((*own, transformer_layer)))
 
-    return replace_parts(spec, is_around, between)
+    return replace_parts(spec, is_around, ours)
 
 
 _STAGES = ("preprocess", "dispatch", "shared_experts_compute", "routed_experts_compute", "combine")

@@ -56,10 +56,10 @@ class JoiningTransformerLayer(PassingTransformerLayer):
         # Layers of multi-token prediction are numbered behind the model's; their input is not the
         # output of the layer before.
         is_balanced = isinstance(self.mlp, BalancedMoELayer)
+        # Since Megatron-Core 0.17, hybrid models give the number in the model.
         counts_in_chunk = kwargs.get("add_layer_offset", True)
         if is_balanced and counts_in_chunk and self.mlp.layer_number <= config.num_layers:
-            # The argument counts from the chunk's first layer, the attribute from the model's (in
-            # hybrid models since Megatron-Core 0.17 both do the latter).
+            # The argument counts from the chunk's first layer, the attribute from the model's.
             self.mlp.set_chunk(self.layer_number - layer_number)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_ext.transport.gpus import BUDGETS, lack_here
+from megatron_ext.transport.gpus import BUDGETS, PULL_BYTES, lack_here
 
 CSRC = Path(__file__).parents[2] / "csrc"
 SOURCES = sorted((CSRC / "cuda").glob("*.cu"))
@@ -34,6 +34,12 @@ def test_all_gpus_that_are_not_refused_find_code():
     # With a letter behind the number it would be for one architecture, PTX included.
     assert sorted(map(int, BINARIES)) == sorted(10 * major for major in BUDGETS)
     assert portable == [max(map(int, BINARIES))]
+
+
+def test_the_probe_asks_for_what_a_pull_takes():
+    """The compiler checks the kernel's figure, and this the probe's."""
+    source = (CSRC / "cuda" / "pull_add_peers.cu").read_text()
+    assert f"static_assert(sizeof(Shared) == {PULL_BYTES}," in source
 
 
 def test_older_gpus_are_refused():
